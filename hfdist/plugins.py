@@ -1,0 +1,115 @@
+"""What a user may ask for, as frozen dataclasses; the only shape in which a setting travels inside hfdist.
+
+`config.py` makes these from an accelerate yaml, a DeepSpeed json, `HFDIST_*` or explicit arguments; everything to its
+right reads them. A value that can never be right is refused here, on construction.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from hfdist.errors import ConfigError, say
+
+ComputeMode = Literal["mixed", "cast", "autocast"]
+
+
+def _require(ok: bool, *, given: str, expected: str, do: str) -> None:
+    if not ok:
+        raise ConfigError(say(given=given, expected=expected, do=do))
+
+
+@dataclass(frozen=True, kw_only=True)
+class ZeroPlugin:
+    """ZeRO, Rajbhandari et al. 2020 (arXiv:1910.02054), on torch FSDP2. One switch, also live."""
+
+    # 0 replicates, 1 shards optimizer state, 2 also gradients, 3 also parameters.
+    stage: int = 3
+    # Number of replicas of the sharded model (hybrid sharding); must divide the world size. 1 shards over all ranks.
+    dp_replicate_size: int = 1
+    # dtype of gradient reductions: "fp32" (always at least the parameters' own) or "compute" (the compute dtype, half
+    # the wire under AMP, less exact).
+    reduce_dtype: Literal["fp32", "compute"] = "fp32"
+    # Class names of the modules to shard as one unit each. None: found from the model's own structure.
+    block_classes: tuple[str, ...] | None = None
+    # Ranks may run different modules in one step. Right at the price of one small exchange per collective.
+    conditional_modules: bool = False
+    # `run_step` answers an allocation failure by raising the stage on all ranks and running the step again.
+    escalate_on_oom: bool = False
+    # `from_pretrained` loads straight into shards while an Accelerator lives. None: at stage 3.
+    load_sharded: bool | None = None
+
+    def __post_init__(self) -> None:
+        _require(
+            type(self.stage) is int and 0 <= self.stage <= 3,
+            given=f"ZeroPlugin(stage={self.stage!r})",
+            expected="stage 0, 1, 2 or 3",
+            do="Choose 0 (replicate), 1 (shard optimizer), 2 (and gradients) or 3 (and parameters).",
+        )
+        _require(
+            type(self.dp_replicate_size) is int and self.dp_replicate_size >= 1,
+            given=f"ZeroPlugin(dp_replicate_size={self.dp_replicate_size!r})",
+            expected="a whole number of replicas, 1 or more",
+            do="Leave it out to shard over all ranks.",
+        )
+        _require(
+            self.reduce_dtype in ("fp32", "compute"),
+            given=f"ZeroPlugin(reduce_dtype={self.reduce_dtype!r})",
+            expected='"fp32" or "compute"',
+            do='Use "fp32" unless the wire is what limits you.',
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class AmpPlugin:
+    """Mixed precision with fp32 masters (Micikevicius et al. 2018, arXiv:1710.03740); the same meaning at all stages."""
+
+    # Compute dtype: "bf16", or "fp16" with dynamic loss scaling.
+    dtype: Literal["fp16", "bf16"] = "bf16"
+    # "mixed": parameters gathered in the compute dtype, autocast on (accelerate's FSDP2). "cast": the same without
+    # autocast (DeepSpeed). "autocast": fp32 parameters under autocast (accelerate's DDP).
+    compute: ComputeMode = "mixed"
+    # First loss scale; fp16 only, as is everything below.
+    init_scale: float = 65536.0
+    # Good steps in a row before the scale grows.
+    growth_interval: int = 2000
+    # What the scale is multiplied by when it grows (> 1).
+    growth_factor: float = 2.0
+    # What the scale is multiplied by on overflow (between 0 and 1).
+    backoff_factor: float = 0.5
+    # Overflows in a row before the scale backs off.
+    hysteresis: int = 1
+    # The scale is never lowered below this; an overflow at it is an error that names the parameter.
+    min_scale: float = 1.0
+    # Skipped steps in a row after which training stops with an error that names the parameter. None: no limit.
+    max_skipped_steps: int | None = None
+
+    def __post_init__(self) -> None:
+        _require(
+            self.dtype in ("fp16", "bf16"),
+            given=f"AmpPlugin(dtype={self.dtype!r})",
+            expected='"fp16" or "bf16"',
+            do="Leave the plugin out for full precision.",
+        )
+        _require(
+            self.compute in ("mixed", "cast", "autocast"),
+            given=f"AmpPlugin(compute={self.compute!r})",
+            expected='"mixed", "cast" or "autocast"',
+            do='"mixed" is what accelerate\'s FSDP2 does.',
+        )
+        _require(
+            self.init_scale > 0 and self.min_scale > 0 and self.growth_factor > 1 and 0 < self.backoff_factor < 1,
+            given=f"init_scale={self.init_scale}, min_scale={self.min_scale}, growth_factor={self.growth_factor}, "
+            f"backoff_factor={self.backoff_factor}",
+            expected="positive scales, growth_factor above 1, backoff_factor between 0 and 1",
+            do="The defaults (65536, 1, 2, 0.5) suit most models.",
+        )
+        _require(
+            self.growth_interval >= 1 and self.hysteresis >= 1,
+            given=f"growth_interval={self.growth_interval}, hysteresis={self.hysteresis}",
+            expected="whole numbers, 1 or more",
+            do="The defaults are 2000 and 1.",
+        )
+
+
+Plugin = ZeroPlugin | AmpPlugin

@@ -1,0 +1,408 @@
+"""The face: `accelerate.Accelerator` whose `prepare`, `backward`, clipping and saving run on hfdist's engine.
+
+    from hfdist import Accelerator          # the one line a script changes
+
+Everything not overridden here is accelerate's own. `prepare` shards the model in place and returns the same object.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import logging
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import accelerate
+import torch
+from torch import nn
+from torch.utils.weak import WeakIdKeyDictionary
+
+from hfdist import comm
+from hfdist.checkpoint import state as checkpoint
+from hfdist.checkpoint import whole
+from hfdist.config import resolve_engine, resolve_settings
+from hfdist.engine import norm
+from hfdist.engine.core import Engine
+from hfdist.engine.loss import LossWeights
+from hfdist.engine.optimizer import ZeroOptimizer
+from hfdist.engine.recover import run_step
+from hfdist.engine.scaler import LossScaler
+from hfdist.errors import ConfigError, say
+from hfdist.launch import engine_environment
+from hfdist.mesh import DataMesh
+from hfdist.models import loading
+from hfdist.parallel import amp as precision
+from hfdist.parallel import fsdp
+from hfdist.parallel.switch import switch_stage
+from hfdist.parallel.zero import ZeroModel, apply_zero, build_zero_model
+from hfdist.plugins import Plugin
+
+logger = logging.getLogger(__name__)
+
+
+class Accelerator(accelerate.Accelerator):
+    """accelerate's Accelerator on hfdist's engine.
+
+    `plugins`: ZeroPlugin, AmpPlugin; they win over the yaml, the environment and accelerate's own plugin arguments,
+    which are translated. Under `HFDIST_ENGINE=native` this constructs accelerate's own engine for the same yaml.
+    Raises ConfigError, before any work, for a setting that cannot be honoured.
+    """
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        if resolve_engine(os.environ) == "native":
+            from hfdist.native import NativeAccelerator
+
+            kwargs.pop("plugins", None)
+            return NativeAccelerator(*args, **kwargs)
+        return super().__new__(cls)
+
+    def __init__(self, *args: Any, plugins: Sequence[Plugin] = (), **kwargs: Any) -> None:
+        names = [n for n in inspect.signature(accelerate.Accelerator.__init__).parameters if n != "self"]
+        kwargs.update(zip(names, args, strict=False))
+        self.settings, kwargs = resolve_settings(plugins=plugins, accelerator_kwargs=kwargs, environ=os.environ)
+        with engine_environment(self.settings):
+            super().__init__(**kwargs)
+        self.engine = self._build_engine()
+        self.native_amp = self.settings.amp is not None
+        self.scaler = self.engine.scaler
+        self._replaced: WeakIdKeyDictionary = WeakIdKeyDictionary()  # parameter before sharding -> after
+        self._undo: list[Callable[[], None]] = []
+        norm.redirect_torch_clipping(self.engine.owns, self.engine.clip)
+        if self.settings.zero.load_sharded or (self.settings.zero.load_sharded is None and self.zero_stage == 3):
+            self._undo.append(loading.load_into_shards(self._shard_on_meta))
+        if self.is_main_process:
+            for notice in self.settings.notices:
+                logger.warning(notice)
+
+    def _build_engine(self) -> Engine:
+        settings, world = self.settings, self.num_processes
+        mesh = DataMesh(self.device.type, world, self.process_index, settings.zero.dp_replicate_size)
+        on_gloo = self.device.type == "cpu"
+        meeting = comm.Meeting(
+            self.process_index,
+            world,
+            mesh.coordinates,
+            stall_timeout=settings.stall_timeout,
+            enabled=on_gloo or settings.zero.conditional_modules or settings.zero.escalate_on_oom,
+        )
+        engine = Engine(
+            mesh,
+            meeting,
+            LossWeights(world, meeting, mesh.world_group, settings.loss_weighting == "tokens"),
+            settings.amp,
+            self.device,
+            gradient_clipping=settings.gradient_clipping,
+            raise_nonfinite=settings.nonfinite_loss == "raise",
+            autocast_options=self.autocast_handler.to_kwargs() if self.autocast_handler is not None else {},
+        )
+        if settings.amp is not None and settings.amp.dtype == "fp16":
+            engine.scaler = LossScaler(settings.amp, self.device.type, meeting, engine.name_of)
+        self._zero_stage = settings.zero.stage
+        return engine
+
+    # ---------------------------------------------------------------- prepare
+
+    def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
+        """accelerate's `prepare`, models first and schedulers last whatever the order of the arguments."""
+        if device_placement is None:
+            device_placement = [None] * len(args)  # type: ignore[list-item]
+        elif len(device_placement) != len(args):
+            raise ValueError(
+                say(
+                    given=f"device_placement with {len(device_placement)} entries for {len(args)} objects",
+                    expected="one entry for each object",
+                    do="Leave it out to place everything.",
+                )
+            )
+        results: list[Any] = list(args)
+        order = (nn.Module, torch.utils.data.DataLoader, torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler)
+        for kind in order:
+            for index, (item, placement) in enumerate(zip(args, device_placement, strict=True)):
+                if isinstance(item, kind):
+                    first_pass = kind is not torch.optim.lr_scheduler.LRScheduler
+                    results[index] = self._prepare_one(item, first_pass=first_pass, device_placement=placement)
+                    results[index]._is_accelerate_prepared = True
+        return tuple(results) if len(results) > 1 else results[0]
+
+    def prepare_model(
+        self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
+    ) -> nn.Module:
+        """Shard `model` in place as the stage says and run its forward under the precision asked for."""
+        if getattr(model, "_is_accelerate_prepared", False):
+            if model not in self._models:
+                self._models.append(model)
+            return model
+        inner = _inner(model)
+        loaded = loading.loaded_shards(inner)
+        if loaded is None:
+            self._shard(inner)
+        else:
+            self.engine.models.append(loaded)
+        zero = self.engine.models[-1]
+        self._undo.append(self.engine.wrap_forward(zero))
+        self._undo.append(whole.let_save_pretrained_gather(self.engine, inner))
+        if self.settings.activation_checkpointing:
+            inner.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        self._models.append(model)
+        return model
+
+    def _shard(self, model: nn.Module) -> None:
+        if self.settings.amp is not None:
+            precision.make_masters(model)
+        zero = self._build_zero(model)
+        before = dict(model.named_parameters(remove_duplicate=False))
+        backend = self.state.dynamo_plugin.backend.value.lower()
+        if backend != "no":
+            for _, block in zero.blocks:
+                block.compile(**self.state.dynamo_plugin.to_kwargs())
+        apply_zero(zero, self.device)
+        self.engine.models.append(zero)
+        self.engine.watch_replicated(zero)
+        for name, parameter in model.named_parameters(remove_duplicate=False):
+            if before[name] is not parameter:
+                self._replaced[before[name]] = parameter
+        del before
+        for optimizer in self._optimizers:
+            self._point_to_shards(optimizer.optimizer)
+
+    def _build_zero(self, model: nn.Module) -> ZeroModel:
+        settings = self.settings
+        return build_zero_model(
+            model,
+            self.engine.mesh,
+            self.engine.meeting,
+            stage=self._zero_stage,
+            mp_policy=precision.mixed_precision_policy(settings.amp, settings.zero.reduce_dtype, model),
+            block_classes=settings.zero.block_classes,
+            conditional=settings.zero.conditional_modules,
+        )
+
+    def _shard_on_meta(self, model: nn.Module) -> ZeroModel:
+        """Sharding for a model whose weights are about to be loaded: nothing to make equal, nothing to move."""
+        if self.settings.amp is not None:
+            precision.make_masters(model)
+        zero = self._build_zero(model)
+        apply_zero(zero, self.device, synchronise=False)
+        self.engine.watch_replicated(zero)
+        return zero
+
+    def prepare_optimizer(
+        self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None
+    ) -> ZeroOptimizer | torch.optim.Optimizer:
+        """Point `optimizer` to the sharded parameters (its groups kept) and wrap it.
+
+        Raises ConfigError for an optimizer that cannot be split (`engine.probe`).
+        """
+        if getattr(optimizer, "_is_accelerate_prepared", False):
+            if optimizer not in self._optimizers:
+                self._optimizers.append(optimizer)
+            return optimizer
+        self._point_to_shards(optimizer)
+        wrapped = ZeroOptimizer(optimizer, self.engine)
+        if self._zero_stage > 0 and self.num_processes > 1:
+            wrapped.local.check()
+        self.engine.optimizers.append(wrapped)
+        self._optimizers.append(wrapped)
+        return wrapped
+
+    def _point_to_shards(self, optimizer: torch.optim.Optimizer) -> None:
+        params = {id(p.sharded_param): p for zero in self.engine.models for p in fsdp.iterate_params(zero.modules)}
+        for group in optimizer.param_groups:
+            for position, old in enumerate(group["params"]):
+                if old not in self._replaced:
+                    continue
+                new = group["params"][position] = self._replaced[old]
+                state = optimizer.state.pop(old, None)
+                if state:
+                    param = params[id(new)]
+                    optimizer.state[new] = {
+                        key: fsdp.take_shard(param, value)
+                        if isinstance(value, torch.Tensor) and value.shape == old.shape and value.ndim
+                        else value
+                        for key, value in state.items()
+                    }
+
+    def prepare_scheduler(self, scheduler: torch.optim.lr_scheduler.LRScheduler) -> Any:
+        """accelerate's wrapper: `num_processes` steps per update, or one with `scheduler_step="update"`."""
+        wrapped = super().prepare_scheduler(scheduler)
+        if self.settings.scheduler_step == "update":
+            wrapped.split_batches = True  # accelerate's switch for one step per update
+        return wrapped
+
+    # -------------------------------------------------------------- the loop
+
+    def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
+        """`loss.backward()` divided by the accumulation steps and scaled under fp16; completes an accumulation window."""
+        self.engine.before_backward(loss)
+        loss = loss / self.gradient_accumulation_steps
+        if self.scaler is not None:
+            loss = self.scaler.scale(loss)
+        loss.backward(**kwargs)
+        self.engine.after_backward(
+            synchronised=self.sync_gradients, num_steps=self.gradient_accumulation_steps
+        )  # fmt: skip
+
+    @contextlib.contextmanager
+    def accumulate(self, *models: nn.Module) -> Iterator[None]:
+        """accelerate's `accumulate`; the window's loss is the mean over its real micro-steps (or label tokens)."""
+        self.engine.weights.begin_micro_step()
+        with super().accumulate(*models):
+            yield
+
+    @contextlib.contextmanager
+    def no_sync(self, model: nn.Module) -> Iterator[None]:
+        """Backward passes inside do not complete an accumulation window of `model`."""
+        with self.engine.no_sync(_inner(model)):
+            yield
+
+    def clip_grad_norm_(
+        self, parameters: Iterable[torch.Tensor] | torch.Tensor, max_norm: float, norm_type: float = 2
+    ) -> torch.Tensor:
+        """Clip by the global norm; returns the norm before clipping, a plain 0-dim tensor equal on all ranks.
+
+        Inside an unfinished accumulation window there is nothing to clip yet: returns 0 and changes nothing.
+        """
+        if not self.sync_gradients:
+            return torch.zeros((), device=self.device)
+        self.unscale_gradients()
+        return self.engine.clip(parameters, max_norm, norm_type)
+
+    def clip_grad_value_(self, parameters: Iterable[torch.Tensor] | torch.Tensor, clip_value: float) -> None:
+        """Clamp every gradient element to [-clip_value, clip_value]; nothing to do in an unfinished window."""
+        if self.sync_gradients:
+            self.unscale_gradients()
+            for gradient in norm.gradients(self.engine.resolve(parameters)):
+                norm.local_tensor(gradient).clamp_(-clip_value, clip_value)
+
+    def unscale_gradients(self, optimizer: Any = None) -> None:
+        """Divide gradients by the loss scale (fp16), once per window."""
+        if self.scaler is None:
+            return
+        chosen = self._optimizers if optimizer is None else optimizer
+        for item in chosen if isinstance(chosen, (list, tuple)) else [chosen]:
+            while isinstance(item, accelerate.optimizer.AcceleratedOptimizer):
+                item = item.optimizer
+            self.scaler.unscale_(item)
+
+    @contextlib.contextmanager
+    def autocast(self, autocast_handler: Any = None) -> Iterator[None]:
+        """The autocast that prepared models run under (nothing in full precision)."""
+        handler = autocast_handler or self.autocast_handler
+        options = handler.to_kwargs() if handler is not None else {}
+        with precision.autocast(self.settings.amp, self.device.type, **options):
+            yield
+
+    def run_step(self, fn: Callable[[Any], Any], batch: Any) -> Any:
+        """`fn(batch)` (forward, backward, update), undone and repeated at a higher stage on all ranks when one runs
+        out of memory and `ZeroPlugin(escalate_on_oom=True)`; else the error says which stage would fit."""
+        return run_step(self, fn, batch)
+
+    # ----------------------------------------------------------------- stage
+
+    @property
+    def zero_stage(self) -> int:
+        """The current ZeRO stage, 0 to 3."""
+        return self._zero_stage
+
+    def set_zero_stage(self, stage: int) -> None:
+        """Change the ZeRO stage of everything prepared, between two steps: no restart, no disk, the same curve.
+
+        Parameters of the model are new objects afterwards (between 0 and the rest); optimizers, schedulers and the
+        scaler follow, other references to parameters do not. Raises ConfigError for a stage that is none, and
+        DistributedError inside an accumulation window.
+        """
+        if type(stage) is not int or not 0 <= stage <= 3:
+            raise ConfigError(
+                say(given=f"set_zero_stage({stage!r})", expected="0, 1, 2 or 3", do="See ZeroPlugin.stage.")
+            )
+        if stage == self._zero_stage:
+            return
+        optimizers = self.engine.optimizers
+        if stage > 0 and self.num_processes > 1:
+            for optimizer in optimizers:
+                optimizer.local.check()
+
+        def move(old: nn.Parameter, new: nn.Parameter, plan: Any) -> None:
+            for optimizer in optimizers:
+                optimizer.local.move(old, new, plan)
+
+        for zero in self.engine.models:
+            switch_stage(zero, stage, move)
+        self._zero_stage = stage
+
+    # ------------------------------------------------------------ whole state
+
+    @contextlib.contextmanager
+    def gathered_parameters(self, model: nn.Module, modifier_rank: int | None = None) -> Iterator[nn.Module]:
+        """Inside, `model` has whole plain parameters on every rank; what is written to them is kept.
+
+        `modifier_rank`: only this rank's writes count and reach the others; None: all ranks write the same.
+        """
+        with whole.gathered_parameters(self.engine, _inner(model), modifier_rank):
+            yield model
+
+    def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
+        """The whole state dict as plain tensors, on every rank; all ranks call it."""
+        return whole.whole_state_dict(self.engine, _inner(model))
+
+    def save_model(
+        self,
+        model: nn.Module,
+        save_directory: str | os.PathLike[str],
+        max_shard_size: int | str = "10GB",
+        safe_serialization: bool = True,
+    ) -> None:
+        """HF safetensors that plain `from_pretrained` (or `load_checkpoint_in_model`) reads; all ranks call it."""
+        inner = _inner(model)
+        if hasattr(inner, "save_pretrained") and safe_serialization:
+            inner.save_pretrained(
+                save_directory, is_main_process=self.is_main_process, max_shard_size=max_shard_size
+            )  # fmt: skip
+            self.wait_for_everyone()
+            return
+        super().save_model(model, save_directory, max_shard_size, safe_serialization)
+
+    def save_state(
+        self, output_dir: str | None = None, safe_serialization: bool = True, **save_model_func_kwargs: Any
+    ) -> str:
+        """Model, optimizers, schedulers, scaler, random streams, samplers and registered objects; all ranks call it."""
+        return checkpoint.save_state(self, output_dir)
+
+    def load_state(
+        self, input_dir: str | None = None, load_kwargs: dict[str, Any] | None = None, **load_model_func_kwargs: Any
+    ) -> None:
+        """What `save_state` wrote, into the same layout; all ranks call it."""
+        checkpoint.load_state(self, input_dir)
+
+    def free_memory(self, *objects: Any) -> Any:
+        """accelerate's `free_memory`; also takes hfdist's wrappers off the models (they stay sharded)."""
+        for undo in reversed(self._undo):
+            undo()
+        self._undo.clear()
+        for model in self._models:
+            model.__dict__.pop("_is_accelerate_prepared", None)
+        norm.restore_torch_clipping()
+        self.engine.models.clear()
+        self.engine.optimizers.clear()
+        return super().free_memory(*objects)
+
+    # --------------------------------------------------------------- reports
+
+    def memory_report(self) -> Any:
+        """Bytes on this rank by owner (`measure.memory.MemoryReport`)."""
+        from hfdist.measure.memory import measure_memory
+
+        return measure_memory([_inner(m) for m in self._models], self._optimizers)
+
+    def dtype_report(self) -> dict[str, str]:
+        """dtypes of parameters (masters), gathered copies, gradients, optimizer state, reductions and buffers."""
+        from hfdist.engine.dtypes import dtype_report
+
+        return dtype_report(self.engine)
+
+
+def _inner(model: nn.Module) -> nn.Module:
+    """The module behind `torch.compile(model)`; any other model itself."""
+    return getattr(model, "_orig_mod", model)

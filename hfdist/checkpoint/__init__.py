@@ -1,0 +1,1 @@
+"""Whole state out of shards, and training state to disk and back."""

@@ -1,0 +1,94 @@
+"""Whole parameters from shards: state dicts, `save_pretrained`, and a window in which a user reads and writes them."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from hfdist import comm
+from hfdist.engine.core import Engine
+from hfdist.engine.norm import shard_groups
+from hfdist.parallel import fsdp
+
+
+def whole_tensor(value: torch.Tensor) -> torch.Tensor:
+    """A plain copy of a (possibly sharded) tensor, whole; collective when it is sharded."""
+    if not isinstance(value, DTensor):
+        return value.detach().clone()
+    groups = shard_groups(value)
+    if not groups:
+        return value._local_tensor.detach().clone()
+    return fsdp.gather_whole(value._local_tensor.detach(), value.shape[0], groups[0])
+
+
+def whole_state_dict(engine: Engine, model: nn.Module, *, keep: bool = True) -> dict[str, Any]:
+    """`model.state_dict()` with whole plain tensors, tied entries sharing memory. `keep=False`: take part, keep none."""
+    engine.meeting.run(comm.SAVE)
+    for zero in engine.models:
+        if zero.model is model:
+            zero.reshard()
+    named = dict(model.named_parameters(remove_duplicate=False))
+    seen: dict[int, torch.Tensor] = {}
+    state: dict[str, Any] = {}
+    for name, value in model.state_dict().items():
+        identity = id(named.get(name, value))
+        if identity not in seen:
+            whole = whole_tensor(value) if isinstance(value, torch.Tensor) else value
+            seen[identity] = whole if keep else torch.empty(0)
+        if keep:
+            state[name] = seen[identity]
+    return state
+
+
+def let_save_pretrained_gather(engine: Engine, model: nn.Module) -> Callable[[], None]:
+    """Make `model.save_pretrained(dir)` right on sharded parameters when all ranks call it; returns the undo."""
+    if not hasattr(model, "save_pretrained"):
+        return lambda: None
+    original = model.save_pretrained
+
+    @functools.wraps(original)
+    def save_pretrained(save_directory: Any, is_main_process: bool | None = None, **kwargs: Any) -> Any:
+        main = engine.mesh.rank == 0 if is_main_process is None else is_main_process
+        state = kwargs.pop("state_dict", None)
+        if state is None:
+            state = whole_state_dict(engine, model, keep=main)
+        return original(save_directory, is_main_process=main, state_dict=state, **kwargs) if main else None
+
+    model.save_pretrained = save_pretrained
+
+    def undo() -> None:
+        if model.__dict__.get("save_pretrained") is save_pretrained:
+            del model.save_pretrained
+
+    return undo
+
+
+@contextlib.contextmanager
+@torch.no_grad()
+def gathered_parameters(engine: Engine, model: nn.Module, modifier_rank: int | None) -> Iterator[None]:
+    """Plain whole parameters in place of the sharded ones; on leaving, each rank keeps its rows of what is there."""
+    zero = engine.of(model)
+    engine.meeting.run(comm.SAVE)
+    zero.reshard()
+    params = list(fsdp.iterate_params(zero.modules))
+    for param in params:
+        plain = nn.Parameter(whole_tensor(param.sharded_param), requires_grad=param.sharded_param.requires_grad)
+        param._setattr_on_modules(plain)
+    try:
+        yield
+    finally:
+        for param in params:
+            module = param._module_info.module
+            plain = module._parameters[param._module_info.param_name]
+            assert plain is not None
+            if modifier_rank is not None:
+                comm.broadcast(plain.data, engine.mesh.world_group, src=modifier_rank, label="written parameters")
+            local = fsdp.take_shard(param, plain.data)
+            param.sharded_param._local_tensor.copy_(local)
+            param._setattr_on_modules(param.sharded_param)

@@ -1,0 +1,284 @@
+"""Where hfdist's collectives start: what the engines miss on gloo, and the promise that no rank waits for ever.
+
+Before the data of a collective moves, the ranks *meet*: each sends one 8-byte code that says what it is about to do
+(operation, unit, which parameters). Only when all codes agree is data sent, so a rank that runs another module can
+neither exchange wrong values in silence nor abort the process inside gloo (which kills on a size mismatch), and a rank
+that failed can say so instead of leaving the others in a wait.
+
+    rank dp=0   meet("gather", model.layers.2) --+-- codes agree --> all-gather
+    rank dp=1   meet("gather", model.layers.2) --+
+    rank dp=1   meet("gather", model.layers.3)       codes differ --> the same DistributedError on every rank
+
+Meetings run on an own gloo group: with gloo always, with a device backend only where a feature needs them (about
+0.5 ms each, `NOTES.md`). Elsewhere the backend's own watchdog ends a wait.
+"""
+
+from __future__ import annotations
+
+import datetime
+import logging
+import time
+import zlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import NoReturn
+
+import torch
+import torch.distributed as dist
+
+from hfdist.errors import DistributedError
+from hfdist.measure import wire
+
+logger = logging.getLogger(__name__)
+
+# Operations a meeting can announce. The code on the wire is op * 2**48 + unit * 2**32 + detail.
+GATHER, REDUCE, STEP, DONE, SWITCH, ABORT, SAVE, SCALARS = range(1, 9)
+_OP_NAMES = {
+    GATHER: "gathers",
+    REDUCE: "reduces the gradients of",
+    STEP: "steps the optimizer",
+    DONE: "has finished its pass",
+    SWITCH: "changes the layout",
+    ABORT: "gave up the step",
+    SAVE: "gathers whole parameters",
+    SCALARS: "agrees on a number",
+}
+
+
+class StepAborted(DistributedError):
+    """Another rank (or this one) gave up the step before any update; parameters and optimizer state are unchanged."""
+
+    def __init__(self, message: str, reason: str) -> None:
+        super().__init__(message)
+        self.reason = reason
+
+
+@dataclass
+class Meeting:
+    """All ranks' announcements before one collective. `names` maps unit numbers to module names, equal on all ranks."""
+
+    rank: int
+    world_size: int
+    coordinates: Callable[[int], str]  # global rank -> "dp=1", how messages name a rank
+    stall_timeout: float = 5.0  # seconds of waiting after which the wait is reported
+    timeout: float = 1800.0  # seconds after which a wait is an error
+    enabled: bool = True
+    names: list[str] = field(default_factory=list)
+    num_steps: int = 0  # optimizer steps so far, for messages
+    serve: Callable[[int, int], None] | None = None  # conditional modules: take part in (op, unit) that others need
+    group: dist.ProcessGroup | None = None
+
+    def __post_init__(self) -> None:
+        if self.world_size > 1 and self.enabled:
+            self.group = dist.new_group(list(range(self.world_size)), backend="gloo")
+        self._codes = torch.zeros(self.world_size, dtype=torch.int64)
+        self._mine = torch.zeros(1, dtype=torch.int64)
+
+    def unit(self, name: str) -> int:
+        """The number of a unit (registered in the same order on all ranks)."""
+        self.names.append(name)
+        return len(self.names) - 1
+
+    def run(
+        self,
+        op: int,
+        unit: int = 0,
+        detail: int = 0,
+        collective: Callable[[], None] | None = None,
+        describe: Callable[[], str] | None = None,
+    ) -> None:
+        """Announce `op` on `unit`; run `collective` once all ranks announce the same.
+
+        `detail` is a 32-bit value that must agree as well; `describe()` says it in words. Raises DistributedError on
+        every rank when announcements differ, and StepAborted when a rank gave the step up. With `serve` set, unequal
+        announcements are worked off in one order on all ranks, this rank's own among them.
+        """
+        if self.group is None:
+            if collective is not None:
+                collective()
+            return
+        code = (op << 48) | (unit << 32) | (detail & 0xFFFFFFFF)
+        codes = self._exchange(code, lambda: self._say(code, describe))
+        if all(other == code for other in codes):
+            if collective is not None:
+                collective()
+            return
+        if any(other >> 48 == ABORT for other in codes):
+            self._raise_aborted(codes, "")
+        if self.serve is not None and all(other >> 48 in (GATHER, REDUCE, DONE) for other in codes):
+            for other in sorted(set(codes)):
+                if other != code:
+                    self.serve(other >> 48, (other >> 32) & 0xFFFF)
+                elif collective is not None:
+                    collective()
+            return
+        self._raise_different(code, describe)
+
+    def _raise_different(self, code: int, describe: Callable[[], str] | None) -> NoReturn:
+        said = self._exchange_words(self._say(code, describe))
+        lines = "; ".join(f"{self.coordinates(rank)} {words}" for rank, words in enumerate(said))
+        raise DistributedError(
+            f"Ranks do different things in step {self.num_steps}: {lines}. Expected every rank to run the same modules "
+            "in the same order; no parameter was updated. If your forward chooses modules by its data, set "
+            "ZeroPlugin(conditional_modules=True) or HFDIST_CONDITIONAL_MODULES=1."
+        )
+
+    def numbers(self, op: int, number: int, describe: Callable[[], str] | None = None) -> list[int]:
+        """Announce `op` with a number (0 <= number < 2**32) and return every rank's number, by rank."""
+        if self.group is None:
+            return [number]
+        code = (op << 48) | number
+        codes = self._exchange(code, lambda: self._say(code, describe))
+        if all(other >> 32 == op << 16 for other in codes):
+            return [other & 0xFFFFFFFF for other in codes]
+        if any(other >> 48 == ABORT for other in codes):
+            self._raise_aborted(codes, "")
+        self._raise_different(code, describe)
+
+    def drain(self) -> None:
+        """Serve the others until no rank needs anything in this pass (conditional modules only)."""
+        if self.group is None or self.serve is None:
+            return
+        done = DONE << 48
+        while True:
+            codes = self._exchange(done, lambda: _OP_NAMES[DONE])
+            if any(code >> 48 == ABORT for code in codes):
+                self._raise_aborted(codes, "")
+            if all(code == done for code in codes):
+                return
+            for other in sorted(set(codes) - {done}):
+                self.serve(other >> 48, (other >> 32) & 0xFFFF)
+
+    def abort(self, reason: str) -> NoReturn:
+        """Tell the others, at their next meeting, that this rank gave up the step; raises StepAborted here too."""
+        if self.group is None:
+            raise StepAborted(f"{self.coordinates(self.rank)} gave up step {self.num_steps}: {reason}", reason)
+        codes = self._exchange(ABORT << 48, lambda: "gave up the step")
+        self._raise_aborted(codes, reason)
+
+    def _raise_aborted(self, codes: Sequence[int], reason: str) -> NoReturn:
+        reasons = self._exchange_words(reason)
+        who = [rank for rank, code in enumerate(codes) if code >> 48 == ABORT]
+        said = "; ".join(f"{self.coordinates(rank)}: {reasons[rank]}" for rank in who)
+        raise StepAborted(f"Step {self.num_steps} was given up before any update. {said}", reasons[who[0]])
+
+    def _say(self, code: int, describe: Callable[[], str] | None) -> str:
+        if describe is not None:
+            return describe()
+        op, unit = code >> 48, (code >> 32) & 0xFFFF
+        what = _OP_NAMES[op]
+        return f"{what} {self.names[unit]}" if op in (GATHER, REDUCE) else what
+
+    def _exchange(self, code: int, words: Callable[[], str]) -> list[int]:
+        self._mine[0] = code
+        wire.record("meet", 8 * (self.world_size - 1), group_size=self.world_size)
+        work = dist.all_gather_single(self._codes, self._mine, group=self.group, async_op=True)
+        self.wait(work, words)
+        return self._codes.tolist()
+
+    def _exchange_words(self, words: str) -> list[str]:
+        said: list[str] = [""] * self.world_size
+        dist.all_gather_object(said, words, group=self.group)
+        return said
+
+    def wait(self, work: dist.Work, words: Callable[[], str]) -> None:
+        """Wait for `work`; report a long wait once, and end it with an error that names this rank and what it awaits."""
+        started, reported = time.monotonic(), False
+        while True:
+            try:
+                work.wait(datetime.timedelta(seconds=self.stall_timeout))
+                return
+            except RuntimeError as error:
+                waited = time.monotonic() - started
+                if work.is_completed() or "timed out" not in str(error).lower():
+                    raise DistributedError(
+                        f"{self.coordinates(self.rank)} lost a partner in step {self.num_steps} while it {words()}: "
+                        f"{str(error).splitlines()[0]}. Another rank ended or was killed; its own output says why."
+                    ) from error
+                if waited > self.timeout:
+                    raise DistributedError(
+                        f"{self.coordinates(self.rank)} waited {waited:.0f} s in step {self.num_steps} while it "
+                        f"{words()}, and not all of {self.world_size} ranks came. Expected every rank to take the same "
+                        "path; look at the last line of each rank for the one that stopped, or raise the time-out."
+                    ) from error
+                if not reported:
+                    reported = True
+                    logger.warning(
+                        "%s waits for the other ranks since %.0f s in step %d while it %s; slow work on one rank or "
+                        "a rank on another path. The wait ends after %.0f s.",
+                        self.coordinates(self.rank), waited, self.num_steps, words(), self.timeout,
+                    )  # fmt: skip
+
+
+def checksum(flags: Sequence[bool]) -> int:
+    """32-bit fingerprint of which parameters take part in a collective."""
+    return zlib.crc32(bytes(flags))
+
+
+def is_gloo(group: dist.ProcessGroup) -> bool:
+    """Whether CPU tensors of `group` travel by gloo."""
+    return dist.get_backend(group) == "gloo" or "gloo" in str(dist.get_backend_config(group))
+
+
+def all_gather(output: torch.Tensor, shard: torch.Tensor, group: dist.ProcessGroup, label: str = "") -> None:
+    """`output` (N * n,) becomes the shards (n,) of all N ranks; sends (N-1)/N of it."""
+    size = group.size()
+    wire.record("all_gather", shard.nbytes * (size - 1), group_size=size, label=label)
+    dist.all_gather_single(output, shard, group=group)
+
+
+def reduce_scatter(
+    output: torch.Tensor, whole: torch.Tensor, group: dist.ProcessGroup, *, mean: bool, label: str = ""
+) -> None:
+    """`output` (n,) becomes this rank's part of the sum (or mean) of all ranks' `whole` (N * n,); sends (N-1)/N of it.
+
+    gloo's own reduce-scatter costs twice that (an all-reduce inside, `facts`), an exchange and a local sum do not.
+    """
+    size = group.size()
+    wire.record("reduce_scatter", output.nbytes * (size - 1), group_size=size, label=label)
+    if whole.device.type != "cpu":
+        op = dist.ReduceOp.AVG if mean else dist.ReduceOp.SUM
+        dist.reduce_scatter_single(output, whole, group=group, op=op)
+        return
+    received = torch.empty_like(whole)
+    dist.all_to_all_single(received, whole, group=group)
+    torch.sum(received.view(size, -1), dim=0, out=output)
+    if mean:
+        output.div_(size)
+
+
+def all_reduce(
+    tensor: torch.Tensor,
+    group: dist.ProcessGroup | None,
+    op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM,
+    label: str = "",
+) -> torch.Tensor:
+    """In place; sends 2 (N-1)/N of it. A group of None is one process: nothing to do."""
+    if group is not None and group.size() > 1:
+        size = group.size()
+        wire.record("all_reduce", 2 * tensor.nbytes * (size - 1) // size, group_size=size, label=label)
+        dist.all_reduce(tensor, group=group, op=op)
+    return tensor
+
+
+def broadcast(tensor: torch.Tensor, group: dist.ProcessGroup | None, src: int = 0, label: str = "") -> torch.Tensor:
+    """In place, from the group's rank `src`."""
+    if group is not None and group.size() > 1:
+        if group.rank() == src:
+            wire.record("broadcast", tensor.nbytes * (group.size() - 1), group_size=group.size(), label=label)
+        dist.broadcast(tensor, group=group, group_src=src)
+    return tensor
+
+
+def all_to_all(
+    received: torch.Tensor,
+    sent: torch.Tensor,
+    received_sizes: list[int],
+    sent_sizes: list[int],
+    group: dist.ProcessGroup,
+    label: str = "",
+) -> None:
+    """Uneven exchange of 1-D buffers; sizes are element counts by group rank."""
+    nbytes = (sum(sent_sizes) - sent_sizes[group.rank()]) * sent.element_size()
+    wire.record("all_to_all", nbytes, group_size=group.size(), label=label)
+    dist.all_to_all_single(received, sent, received_sizes, sent_sizes, group=group)

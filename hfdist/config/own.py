@@ -1,0 +1,46 @@
+"""hfdist's own vocabulary: `HFDIST_*` variables and the plugins handed to `Accelerator(plugins=[...])`."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+
+from hfdist.config.ledger import Ledger, Strength
+from hfdist.config.table import OTHER_VARIABLES
+from hfdist.errors import ConfigError, say
+from hfdist.plugins import AmpPlugin, ZeroPlugin
+
+_FIELD_TO_SETTING = {"stage": "zero_stage", "dtype": "mixed_precision"}
+
+
+def read_own_environment(ledger: Ledger, environ: Mapping[str, str]) -> None:
+    """Claims of every `HFDIST_*` variable; one that is not known is an error with the nearest name."""
+    for variable, value in environ.items():
+        if not variable.startswith("HFDIST_"):
+            continue
+        name = variable.removeprefix("HFDIST_").lower()
+        if not name.startswith(OTHER_VARIABLES):
+            ledger.claim_own(name, value, origin=variable)
+
+
+def read_plugins(ledger: Ledger, plugins: Sequence[object]) -> None:
+    """Claims of `Accelerator(plugins=[...])`, stronger than all others.
+
+    A field left at its default says nothing, so that `plugins=[ZeroPlugin(stage=3)]` keeps the yaml's other choices;
+    `stage` and `dtype`, which are what a plugin is for, always count.
+    """
+    for position, plugin in enumerate(plugins):
+        if not isinstance(plugin, ZeroPlugin | AmpPlugin):
+            raise ConfigError(
+                say(
+                    given=f"plugins[{position}] of class {type(plugin).__name__}",
+                    expected="hfdist.ZeroPlugin or hfdist.AmpPlugin objects",
+                    do="accelerate's own plugins go to their own arguments (deepspeed_plugin=, fsdp_plugin=, ...).",
+                )
+            )
+        origin = f"Accelerator(plugins=[...]), {type(plugin).__name__} number {position + 1}"
+        for field in dataclasses.fields(plugin):
+            value = getattr(plugin, field.name)
+            if field.name in _FIELD_TO_SETTING or value != field.default:
+                name = _FIELD_TO_SETTING.get(field.name, field.name)
+                ledger.claim(name, value, origin=origin, strength=Strength.PLUGIN)

@@ -1,0 +1,99 @@
+"""`Settings`: everything a run was asked for, in one frozen object; made from a `Ledger` whose claims agree."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from hfdist.config.ledger import Ledger
+from hfdist.config.table import AMP_FIELDS, ZERO_FIELDS
+from hfdist.errors import ConfigError, say
+from hfdist.plugins import AmpPlugin, ZeroPlugin
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """What was asked for and by whom. Modules to the right read nothing else: no environment, no accelerate plugin."""
+
+    # "native": accelerate's own engine runs the same yaml; the fields below then only record what was read.
+    engine: Literal["hfdist", "native"] = "hfdist"
+    # Stage 0 for a plain MULTI_GPU yaml and for no config at all.
+    zero: ZeroPlugin = dataclasses.field(default_factory=lambda: ZeroPlugin(stage=0))
+    # None: full precision.
+    amp: AmpPlugin | None = None
+    # Micro-steps per optimizer step.
+    gradient_accumulation_steps: int = 1
+    # Largest global norm, applied inside optimizer.step. None: nobody asked for clipping.
+    gradient_clipping: float | None = None
+    # Blocks recompute their forward in backward (HF `gradient_checkpointing_enable`).
+    activation_checkpointing: bool = False
+    # How often a prepared scheduler steps per update: accelerate's rule, or once.
+    scheduler_step: Literal["num_processes", "update"] = "num_processes"
+    # Weight of each rank's loss: its label tokens, or the same for all.
+    loss_weighting: Literal["tokens", "mean"] = "tokens"
+    # What a NaN or infinite loss does outside fp16.
+    nonfinite_loss: Literal["raise", "allow"] = "raise"
+    # Seconds a collective may wait before ranks compare what they wait for.
+    stall_timeout: float = 5.0
+    # Lines worth showing once, on the main rank.
+    notices: tuple[str, ...] = ()
+    # Setting -> where its value came from; what is absent was left at its default.
+    origins: dict[str, str] = dataclasses.field(default_factory=dict)
+
+
+_LOOP_FIELDS = (
+    "engine",
+    "gradient_accumulation_steps",
+    "activation_checkpointing",
+    "scheduler_step",
+    "loss_weighting",
+    "nonfinite_loss",
+    "stall_timeout",
+)
+
+
+def build_settings(ledger: Ledger, *, world_size: int | None) -> Settings:
+    """The `Settings` of all claims. `world_size` (None: unknown) must be divisible by dp_replicate_size."""
+    amp = _build_amp(ledger)
+    zero_fields: dict[str, Any] = {name: ledger.value(name) for name in ZERO_FIELDS if name in ledger.claims}
+    zero = ZeroPlugin(stage=ledger.value("zero_stage", 0), **zero_fields)  # type: ignore[arg-type]
+    if world_size is not None and world_size % zero.dp_replicate_size:
+        raise ConfigError(
+            say(
+                given=f"dp_replicate_size = {zero.dp_replicate_size} from "
+                f"{ledger.claims['dp_replicate_size'].origin} and {world_size} processes",
+                expected="a number of replicas that divides the number of processes",
+                do=f"Choose one of {[n for n in range(1, world_size + 1) if world_size % n == 0]}.",
+            )
+        )
+    loop: dict[str, Any] = {name: ledger.value(name) for name in _LOOP_FIELDS if name in ledger.claims}
+    return Settings(
+        zero=zero,
+        amp=amp,
+        gradient_clipping=ledger.value("gradient_clipping") or None,  # type: ignore[arg-type]
+        notices=ledger.all_notices(),
+        origins=dict(ledger.origins()),
+        **loop,
+    )
+
+
+def _build_amp(ledger: Ledger) -> AmpPlugin | None:
+    dtype = ledger.value("mixed_precision", "no")
+    claimed = [name for name in AMP_FIELDS if name in ledger.claims]
+    if dtype == "no":
+        if claimed:
+            ledger.notice(f"{_named(ledger, claimed)}: no effect without mixed_precision fp16 or bf16")
+        return None
+    if dtype == "bf16":
+        scaling = [name for name in claimed if name != "compute"]
+        if scaling:
+            ledger.notice(f"{_named(ledger, scaling)}: no effect under bf16, which needs no loss scale")
+            claimed = [name for name in claimed if name == "compute"]
+    fields: dict[str, Any] = {name: ledger.value(name) for name in claimed}
+    return AmpPlugin(dtype=dtype, **fields)  # type: ignore[arg-type]
+
+
+def _named(ledger: Ledger, names: list[str]) -> str:
+    origins = sorted({ledger.claims[name].origin for name in names})
+    return f"{', '.join(names)} ({', '.join(origins)})"

@@ -1,0 +1,267 @@
+"""The engine of one Accelerator: what is prepared, and the order of things around an update.
+
+    forward        loss weighted by label tokens (`loss.py`)
+    backward       gradients reduced by FSDP2 as the stage says (`parallel/zero.py`)
+    finish         the window's remaining factor multiplied in
+    update         agree (nobody failed, loss finite) -> unscale -> clip -> step on local shards -> copies freed
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from hfdist import comm
+from hfdist.engine import norm
+from hfdist.engine.loss import LossWeights, count_labels, weigh_loss
+from hfdist.engine.optimizer import ZeroOptimizer
+from hfdist.engine.scaler import LossScaler
+from hfdist.errors import DistributedError, say
+from hfdist.mesh import DataMesh
+from hfdist.parallel import amp as precision
+from hfdist.parallel import fsdp
+from hfdist.parallel.zero import ZeroModel
+from hfdist.plugins import AmpPlugin
+
+
+@dataclass(eq=False)
+class Engine:
+    """Everything that lives between `prepare` and the end of training."""
+
+    mesh: DataMesh
+    meeting: comm.Meeting
+    weights: LossWeights
+    amp: AmpPlugin | None
+    device: torch.device
+    gradient_clipping: float | None = None
+    raise_nonfinite: bool = True
+    autocast_options: dict[str, Any] = field(default_factory=dict)
+    models: list[ZeroModel] = field(default_factory=list)
+    optimizers: list[ZeroOptimizer] = field(default_factory=list)
+    scaler: LossScaler | None = None
+    last_norm: torch.Tensor | None = None  # of the engine's own clipping
+    _bad_loss: torch.Tensor | None = None
+
+    # ---------------------------------------------------------------- forward
+
+    def wrap_forward(self, zero: ZeroModel) -> Callable[[], None]:
+        """Run `model.forward` under the precision asked for and weight its loss; returns the undo."""
+        model = zero.model
+        original = model.forward
+
+        @functools.wraps(original)
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            with precision.autocast(self.amp, self.device.type, **self.autocast_options):
+                output = original(*args, **kwargs)
+            if self.amp is not None:
+                output = precision.to_fp32(output)
+            labels = kwargs.get("labels")
+            # `num_items_in_batch` says that the caller weights the loss itself (transformers' Trainer).
+            if not (self.weights.tokens and torch.is_grad_enabled() and isinstance(labels, torch.Tensor)):
+                return output
+            if kwargs.get("num_items_in_batch") is not None:
+                return output
+            return weigh_loss(output, lambda: self.weights.weight(count_labels(model, labels)))
+
+        model._original_forward = original  # accelerate's unwrap_model(keep_fp32_wrapper=False) looks for it
+        model.forward = forward
+
+        def undo() -> None:
+            if model.__dict__.get("forward") is forward:
+                del model.forward
+            model.__dict__.pop("_original_forward", None)
+
+        return undo
+
+    # --------------------------------------------------------------- backward
+
+    def before_backward(self, loss: torch.Tensor) -> None:
+        """Remember a loss that is not finite; take back a factor that was multiplied in too early."""
+        if self.raise_nonfinite and self.scaler is None:
+            bad = ~torch.isfinite(loss.detach()).all()
+            self._bad_loss = bad if self._bad_loss is None else self._bad_loss | bad
+        factor = self.weights.take_back()
+        if not isinstance(factor, float) or factor != 1.0:
+            norm.scale_gradients(self.parameters(), factor)
+
+    def after_backward(self, *, synchronised: bool, num_steps: int) -> None:
+        """Let ranks that ran fewer modules serve the others; complete the window after its last backward."""
+        for zero in self.models:
+            if zero.conditional:
+                self.meeting.drain()
+                if synchronised:
+                    self._drop_unused(zero)
+        if synchronised:
+            factor = self.weights.remaining_factor(num_steps)
+            if not isinstance(factor, float) or factor != 1.0:
+                norm.scale_gradients(self.parameters(), factor)
+
+    def watch_replicated(self, zero: ZeroModel) -> None:
+        """All-reduce (mean) the gradients of 0-dim parameters at the end of each synchronised backward."""
+        pending: list[nn.Parameter] = []
+
+        def flush() -> None:
+            params = sorted(set(pending), key=lambda p: [q is p for q in zero.replicated].index(True))
+            pending.clear()
+            if zero.window_open and zero.stage <= 1:
+                return
+            flags = [p in params for p in zero.replicated]
+            self.meeting.run(comm.REDUCE, zero.root_unit, comm.checksum(flags))
+            flat = torch.stack([p.grad.double() for p in params if p.grad is not None])
+            comm.all_reduce(flat, self.mesh.world_group, label="0-dim gradients").div_(self.mesh.world_size)
+            for parameter, value in zip(params, flat, strict=True):
+                assert parameter.grad is not None
+                parameter.grad.copy_(value)
+
+        def on_gradient(parameter: nn.Parameter) -> None:
+            if not pending:
+                torch.autograd.Variable._execution_engine.queue_callback(flush)
+            pending.append(parameter)
+
+        for parameter in zero.replicated:
+            if parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(on_gradient)
+
+    def _drop_unused(self, zero: ZeroModel) -> None:
+        """A parameter that no rank used has no gradient (so no weight decay), as in one process."""
+        params = [p for p in fsdp.iterate_params(zero.modules) if p.sharded_param.requires_grad]
+        used = torch.tensor([p in zero.used for p in params], dtype=torch.uint8)
+        comm.all_reduce(used, self.mesh.world_group, torch.distributed.ReduceOp.MAX, label="used parameters")
+        for param, flag in zip(params, used.tolist(), strict=True):
+            if not flag:
+                param.sharded_param.grad = None
+
+    # ----------------------------------------------------------------- update
+
+    def update(self, optimizer: ZeroOptimizer) -> bool:
+        """One agreed update by `optimizer`; False when it was skipped because gradients overflowed."""
+        self._agree()
+        for zero in self.models:
+            zero.reshard()
+        stepped = True
+        if self.scaler is not None:
+            self.scaler.unscale_(optimizer.optimizer)
+            stepped = not self.scaler.found_overflow(optimizer.optimizer)
+            if not stepped:
+                self.scaler.note_overflow(optimizer.optimizer)
+        if stepped:
+            if self.gradient_clipping:
+                self.last_norm = self.clip(optimizer.parameters(), self.gradient_clipping)
+            optimizer.local.step()
+        if self.scaler is not None:
+            self.scaler.update()
+        for zero in self.models:
+            zero.window_open = False
+        self.weights.end_window()
+        self.meeting.num_steps += 1
+        return stepped
+
+    def _agree(self) -> None:
+        bad = self._bad_loss
+        self._bad_loss = None
+        flags = self.meeting.numbers(comm.STEP, int(bool(bad)) if bad is not None else 0)
+        if any(flags):
+            where = ", ".join(self.meeting.coordinates(rank) for rank, flag in enumerate(flags) if flag)
+            raise DistributedError(
+                say(
+                    given=f"a loss that is not finite on {where} in step {self.meeting.num_steps}",
+                    expected="a finite loss; no parameter was updated",
+                    do="Look at the batch and the learning rate. To skip such batches yourself, test the loss before "
+                    "accelerator.backward(); to train on regardless, set HFDIST_NONFINITE_LOSS=allow.",
+                )
+            )
+
+    def drop_pending(self, optimizer: ZeroOptimizer) -> None:
+        """Gradients that wait unreduced in gathered copies go with those that `optimizer.zero_grad()` drops."""
+        mine = {id(p) for p in optimizer.parameters()}
+        self._bad_loss = None
+        for zero in self.models:
+            for module in zero.modules:
+                group = fsdp.param_group(module)
+                if group is not None and any(id(p.sharded_param) in mine for p in group.fsdp_params):
+                    group._partial_reduce_output = None
+            for param in fsdp.iterate_params(zero.modules):
+                if id(param.sharded_param) in mine:
+                    param.unsharded_accumulated_grad = None
+                    if hasattr(param, "_unsharded_param"):
+                        param._unsharded_param.grad = None
+            zero.used.clear()
+            zero.window_open = False
+        self.weights.end_window()
+
+    # ------------------------------------------------------------------- norm
+
+    def clip(
+        self,
+        parameters: Iterable[torch.Tensor],
+        max_norm: float,
+        norm_type: float = 2.0,
+        *,
+        error_if_nonfinite: bool = False,
+    ) -> torch.Tensor:
+        """Clip by the norm over the whole mesh; returns the norm before clipping, a plain 0-dim tensor."""
+        listed = self.resolve(parameters)
+        total = norm.total_norm(listed, norm_type, self.meeting)
+        if error_if_nonfinite and not torch.isfinite(total):
+            raise RuntimeError(
+                f"The total norm of order {norm_type} for gradients is non-finite, so it cannot be clipped; pass "
+                "error_if_nonfinite=False to clip anyway."
+            )
+        norm.clip_gradients(listed, max_norm, total)
+        return total
+
+    def resolve(self, parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+        """`parameters` with gathered copies replaced by the sharded parameters that hold the gradients."""
+        listed = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+        copies: dict[int, nn.Parameter] = {}
+        for zero in self.models:
+            copies |= zero.sharded_of()
+        return [copies.get(id(p), p) for p in listed]
+
+    def owns(self, parameters: Iterable[torch.Tensor]) -> bool:
+        """Whether any of `parameters` belongs to a prepared model."""
+        known = {id(p) for p in self.parameters()}
+        for zero in self.models:
+            known |= set(zero.sharded_of())
+        return any(id(p) in known for p in parameters)
+
+    def parameters(self) -> list[torch.Tensor]:
+        """Every parameter of every prepared model, in its sharded form."""
+        listed: list[torch.Tensor] = []
+        for zero in self.models:
+            listed += [param.sharded_param for param in fsdp.iterate_params(zero.modules)]
+            listed += zero.replicated
+        return listed
+
+    def name_of(self, parameter: torch.Tensor) -> str:
+        """The parameter's name in its model, for messages."""
+        for zero in self.models:
+            for name, candidate in zero.model.named_parameters():
+                if candidate is parameter:
+                    return name
+        return "a parameter"
+
+    def of(self, model: nn.Module) -> ZeroModel:
+        """The handle of a prepared model. Raises ValueError for any other."""
+        for zero in self.models:
+            if zero.model is model:
+                return zero
+        raise ValueError(
+            say(
+                given=f"a {type(model).__name__} that this Accelerator has not prepared",
+                expected="a model returned by accelerator.prepare()",
+                do="Prepare it first.",
+            )
+        )
+
+    @contextlib.contextmanager
+    def no_sync(self, model: nn.Module) -> Iterator[None]:
+        """A micro-step of `model` that is not the last of its window."""
+        with self.of(model).no_sync():
+            yield

@@ -1,0 +1,134 @@
+"""Gradient norm and clipping over the mesh: each logical gradient counted once, one number on every rank.
+
+`torch.nn.utils.clip_grad_norm_`, called by a user on prepared parameters, comes here too while an hfdist Accelerator
+has prepared a model (`redirect_torch_clipping`), because torch's own refuses mixed meshes and plain parameters.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor, Shard
+from torch.nn.utils import clip_grad
+
+from hfdist import comm
+
+_original_clip_grad_norm = clip_grad.clip_grad_norm_
+
+
+def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a (possibly sharded) tensor."""
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def gradients(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """The gradients that exist, each once."""
+    unique = {id(p): p for p in parameters}
+    return [p.grad for p in unique.values() if p.grad is not None]
+
+
+def shard_groups(tensor: torch.Tensor) -> tuple[dist.ProcessGroup, ...]:
+    """The process groups whose ranks hold different parts of `tensor`."""
+    if not isinstance(tensor, DTensor):
+        return ()
+    mesh = tensor.device_mesh
+    groups = [mesh.get_group(i) for i, placement in enumerate(tensor.placements) if isinstance(placement, Shard)]
+    return tuple(group for group in groups if group.size() > 1)
+
+
+@torch.no_grad()
+def total_norm(
+    parameters: Iterable[torch.Tensor], norm_type: float = 2.0, meeting: comm.Meeting | None = None
+) -> torch.Tensor:
+    """Norm of all gradients of `parameters` seen as one vector: a plain 0-dim tensor, the same on every rank.
+
+    Gradients are DTensors (sharded: parts are added up over their mesh) or plain tensors (whole on every rank).
+    """
+    norm_type = float(norm_type)
+    by_groups: dict[tuple[dist.ProcessGroup, ...], list[torch.Tensor]] = defaultdict(list)
+    device = torch.device("cpu")
+    for gradient in gradients(parameters):
+        by_groups[shard_groups(gradient)].append(local_tensor(gradient))
+        device = gradient.device
+    if not by_groups:
+        return torch.zeros((), device=device)
+    parts = []
+    for groups, tensors in by_groups.items():
+        parts.append(_over_groups(_local_norm(tensors, norm_type), groups, norm_type, meeting))
+    return _combine(torch.stack([part.to(parts[0].dtype) for part in parts]), norm_type)
+
+
+def _local_norm(tensors: list[torch.Tensor], norm_type: float) -> torch.Tensor:
+    # Half-precision squares overflow; the norm itself is at least fp32.
+    dtype = torch.float64 if any(t.dtype == torch.float64 for t in tensors) else torch.float32
+    filled = [t.to(dtype) for t in tensors if t.numel()]
+    if not filled:
+        return torch.zeros((), dtype=dtype, device=tensors[0].device)
+    return _combine(torch.stack(torch._foreach_norm(filled, norm_type)), norm_type)
+
+
+def _combine(norms: torch.Tensor, norm_type: float) -> torch.Tensor:
+    return norms.abs().max() if math.isinf(norm_type) else torch.linalg.vector_norm(norms, norm_type)
+
+
+def _over_groups(
+    norm: torch.Tensor, groups: tuple[dist.ProcessGroup, ...], norm_type: float, meeting: comm.Meeting | None
+) -> torch.Tensor:
+    for group in groups:
+        if meeting is not None:
+            meeting.run(comm.SCALARS)
+        if math.isinf(norm_type):
+            comm.all_reduce(norm, group, dist.ReduceOp.MAX, label="norm")
+        else:
+            norm = comm.all_reduce(norm**norm_type, group, label="norm") ** (1.0 / norm_type)
+    return norm
+
+
+@torch.no_grad()
+def clip_gradients(parameters: Iterable[torch.Tensor], max_norm: float, norm: torch.Tensor) -> None:
+    """Scale gradients so that their `norm` is at most `max_norm`, with torch's own formula (1e-6 in the divisor)."""
+    factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+    scale_gradients(parameters, factor)
+
+
+@torch.no_grad()
+def scale_gradients(parameters: Iterable[torch.Tensor], factor: torch.Tensor | float) -> None:
+    """Multiply all gradients by one factor, in place."""
+    by_dtype: dict[torch.dtype, list[torch.Tensor]] = defaultdict(list)
+    for gradient in gradients(parameters):
+        local = local_tensor(gradient)
+        if local.numel():
+            by_dtype[local.dtype].append(local)
+    for dtype, tensors in by_dtype.items():
+        torch._foreach_mul_(tensors, factor.to(dtype) if isinstance(factor, torch.Tensor) else factor)
+
+
+def redirect_torch_clipping(mine: Callable[[list[torch.Tensor]], bool], clip: Callable[..., torch.Tensor]) -> None:
+    """Let `torch.nn.utils.clip_grad_norm_` call `clip` for parameters that are `mine`. Repeated calls replace."""
+
+    @functools.wraps(_original_clip_grad_norm)
+    def clip_grad_norm_(
+        parameters: torch.Tensor | Iterable[torch.Tensor],
+        max_norm: float,
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = False,
+        foreach: bool | None = None,
+    ) -> torch.Tensor:
+        listed = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+        if mine(listed):
+            return clip(listed, max_norm, norm_type, error_if_nonfinite=error_if_nonfinite)
+        return _original_clip_grad_norm(listed, max_norm, norm_type, error_if_nonfinite, foreach)
+
+    torch.nn.utils.clip_grad_norm_ = clip_grad_norm_
+    clip_grad.clip_grad_norm_ = clip_grad_norm_
+
+
+def restore_torch_clipping() -> None:
+    """Undo `redirect_torch_clipping`."""
+    torch.nn.utils.clip_grad_norm_ = _original_clip_grad_norm
+    clip_grad.clip_grad_norm_ = _original_clip_grad_norm

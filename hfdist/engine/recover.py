@@ -1,0 +1,2 @@
+def run_step(accelerator, fn, batch):
+    return fn(batch)

@@ -1,0 +1,84 @@
+"""Plan -> living process groups: the device mesh of data parallelism, and this rank's place in it.
+
+Axes, outermost first: `dp_replicate` (copies of the sharded model) x `dp_shard` (the shards). Four ranks:
+
+    stage 1-3, dp_replicate_size=1   (1, 4)   ranks 0 1 2 3 hold one quarter each
+    stage 1-3, dp_replicate_size=2   (2, 2)   ranks 0 1 | 2 3 hold halves; 0-2 and 1-3 hold the same half
+    stage 0                          (4, 1)   everyone holds everything
+
+Groups are made once per shape and kept: a stage switch goes back and forth between two shapes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from hfdist.errors import ConfigError, coordinates, say
+
+
+@dataclass
+class DataMesh:
+    """The meshes of one world. `device_type` is torch's ("cpu", "cuda"); with no process group it is one rank."""
+
+    device_type: str
+    world_size: int
+    rank: int
+    dp_replicate_size: int = 1
+    _meshes: dict[tuple[int, int], DeviceMesh] = field(default_factory=dict)
+    world_group: dist.ProcessGroup | None = None
+
+    def __post_init__(self) -> None:
+        if self.world_size % self.dp_replicate_size:
+            raise ConfigError(
+                say(
+                    given=f"dp_replicate_size={self.dp_replicate_size} on {self.world_size} ranks",
+                    expected="a number of replicas that divides the number of ranks",
+                    do=f"Choose one of {[n for n in range(1, self.world_size + 1) if self.world_size % n == 0]}.",
+                )
+            )
+        if not dist.is_initialized():
+            # One process is the same code with communication absent; FSDP2 wants a mesh, so it gets one of size 1.
+            dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+        self.world_group = dist.new_group(list(range(self.world_size)))
+
+    def shape(self, stage: int) -> tuple[int, int]:
+        """(dp_replicate, dp_shard) at `stage`."""
+        if stage == 0:
+            return self.world_size, 1
+        return self.dp_replicate_size, self.world_size // self.dp_replicate_size
+
+    def for_stage(self, stage: int) -> DeviceMesh:
+        """2-D mesh ("dp_replicate", "dp_shard"), or its 1-D shard axis where nothing is replicated."""
+        shape = self.shape(stage)
+        if shape not in self._meshes:
+            self._meshes[shape] = self._build(shape)
+        return self._meshes[shape]
+
+    def _build(self, shape: tuple[int, int]) -> DeviceMesh:
+        ranks = torch.arange(self.world_size).view(shape)
+        shard_group = _make_groups(ranks.tolist(), self.rank)
+        if shape[0] == 1:
+            return DeviceMesh.from_group(shard_group, self.device_type, mesh_dim_names=("dp_shard",))
+        replicate_group = _make_groups(ranks.T.tolist(), self.rank)
+        return DeviceMesh.from_group(
+            [replicate_group, shard_group], self.device_type, mesh=ranks, mesh_dim_names=("dp_replicate", "dp_shard")
+        )
+
+    def coordinates(self, rank: int) -> str:
+        """`dp=1`: how messages name a rank."""
+        return coordinates(dp=rank)
+
+
+def _make_groups(rows: list[list[int]], rank: int) -> dist.ProcessGroup:
+    """Every rank makes every group, in one order; returns the one `rank` is in."""
+    mine = None
+    for row in rows:
+        group = dist.new_group(row)
+        if rank in row:
+            mine = group
+    assert mine is not None
+    return mine

@@ -1,0 +1,129 @@
+"""The one file that touches FSDP2's private side (torch 2.13): its parameter groups, whole parameters, undoing it.
+
+`fully_shard` has no public way back. Undoing it here means: hooks removed, the class restored, plain whole parameters
+registered again (ties kept), contract state deleted, so that `fully_shard` can be applied anew on another mesh.
+Tested against every torch minor version that `pyproject.toml` allows (`tests/parity/test_switch.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY
+from torch.distributed._composable_state import _module_state_mapping
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+
+from hfdist import comm
+
+
+def param_group(module: nn.Module) -> FSDPParamGroup | None:
+    """The group of parameters that `fully_shard(module)` manages; None when it has no parameter of its own."""
+    return module._get_fsdp_state()._fsdp_param_group
+
+
+def iterate_params(units: list[nn.Module]) -> Iterator[FSDPParam]:
+    """Every managed parameter of `units`, each once."""
+    for unit in units:
+        group = param_group(unit)
+        if group is not None:
+            yield from group.fsdp_params
+
+
+def shard_group(group: FSDPParamGroup) -> torch.distributed.ProcessGroup:
+    """The process group over which the group's parameters are sharded (size 1 at stage 0)."""
+    assert isinstance(group.mesh_info, FSDPMeshInfo)
+    return group.mesh_info.shard_process_group
+
+
+def has_gradient(param: FSDPParam) -> bool:
+    """Whether a whole (not yet reduced) gradient of `param` waits on this rank."""
+    if param.unsharded_accumulated_grad is not None:
+        return True
+    return hasattr(param, "_unsharded_param") and param._unsharded_param.grad is not None
+
+
+def name_of(param: FSDPParam) -> str:
+    """The parameter's name inside its own module, for messages (`Linear.weight`)."""
+    if param._param_fqn:
+        return param._param_fqn
+    return f"{type(param._module_info.module).__name__.removeprefix('FSDP')}.{param._module_info.param_name}"
+
+
+@torch.no_grad()
+def gather_whole(shard: torch.Tensor, num_rows: int, group: torch.distributed.ProcessGroup) -> torch.Tensor:
+    """Local rows `shard` (n/N, ...) of a tensor with `num_rows` rows -> the whole (n, ...), in the shard's own dtype.
+
+    Rows are dealt as FSDP2 deals them: ceil(n / N) to each rank, fewer or none to the last ones. Always a copy.
+    """
+    if group.size() == 1:
+        return shard.clone()
+    chunk = -(-num_rows // group.size())
+    sent = shard.new_zeros((chunk, *shard.shape[1:]))
+    sent[: shard.size(0)] = shard
+    whole = shard.new_empty((chunk * group.size(), *shard.shape[1:]))
+    comm.all_gather(whole.view(-1), sent.view(-1), group, label="whole parameter")
+    return whole if whole.size(0) == num_rows else whole[:num_rows].clone()
+
+
+@torch.no_grad()
+def take_shard(param: FSDPParam, whole: torch.Tensor) -> torch.Tensor:
+    """This rank's rows of a `whole` (n, ...) shaped like `param`: its own copy, shaped like the local shard."""
+    assert isinstance(param.mesh_info, FSDPMeshInfo)
+    rows = param.padded_sharded_param_size[0]
+    start = min(param.mesh_info.shard_mesh_rank * rows, whole.size(0))
+    return whole[start : start + param.sharded_size[0]].clone()
+
+
+def undo_fully_shard(module: nn.Module, whole: dict[FSDPParam, torch.Tensor]) -> None:
+    """Take `fully_shard` off `module` (not off its children), registering the `whole` plain parameters it managed."""
+    state = module._get_fsdp_state()
+    state._pre_forward_hook_handle.remove()
+    state._post_forward_hook_handle.remove()
+    for group in state._fsdp_param_groups:
+        for handles in (
+            group._module_to_pre_save_state_dict_hook_handle,
+            group._module_to_pre_load_state_dict_hook_handle,
+        ):
+            for handle in handles.values():
+                handle.remove()
+            handles.clear()
+        for param in group.fsdp_params:
+            param._post_load_hook_handle.remove()
+            param._setattr_on_modules(nn.Parameter(whole[param], requires_grad=param.sharded_param.requires_grad))
+        # Groups and modules refer to each other; cut the circle so that memory goes now, not at the next collection.
+        group.fsdp_params = []
+        group.modules = ()
+        group.__dict__.pop("post_backward", None)
+    for sharded in state._modules:
+        _module_state_mapping.pop(sharded, None)
+        for key in (STATE_KEY, REGISTRY_KEY):
+            entries = sharded.__dict__.get(key, {})
+            for entry in [e for e in entries if e == "fully_shard" or getattr(e, "__name__", "") == "fully_shard"]:
+                del entries[entry]
+        sharded.__class__ = type(sharded).__mro__[FSDPModule._orig_cls_mro_index]
+        for managed in sharded.modules():
+            if not isinstance(managed, FSDPModule):
+                managed.__dict__.pop("_is_fsdp_managed_module", None)
+                managed.__dict__.pop("_fsdp_use_orig_params", None)
+    state._fsdp_param_groups = []
+    state._modules = ()
+
+
+__all__ = [
+    "FSDPParam",
+    "FSDPParamGroup",
+    "fully_shard",
+    "gather_whole",
+    "has_gradient",
+    "iterate_params",
+    "name_of",
+    "param_group",
+    "shard_group",
+    "take_shard",
+    "undo_fully_shard",
+]

@@ -1,0 +1,273 @@
+"""ZeRO 0-3 as one policy over FSDP2: which mesh, what is kept between passes, when gradients are reduced.
+
+    stage   mesh                 after forward   before the last micro-step        gradients
+    0       (N, 1) replicated    copy freed      whole, not reduced                all-reduced once
+    1       sharded              copy kept       whole, not reduced, copy kept     reduce-scattered once
+    2       sharded              copy kept       reduce-scattered, copy kept       reduce-scattered every micro-step
+    3       sharded              freed           reduce-scattered, freed           reduce-scattered every micro-step
+
+After the last backward of a window every stage is at rest: `model.parameters()` are the sharded DTensors and their
+`.grad` the reduced gradients, so clipping, logging and stepping look the same at all stages. The working copy that
+stages 1 and 2 keep is gathered at the next forward: one gather per optimizer step.
+
+Units are the model's blocks and the root (everything else). Every unit's collectives go through `hfdist.comm`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
+
+from hfdist import comm
+from hfdist.errors import ConfigError, say
+from hfdist.mesh import DataMesh
+from hfdist.models.blocks import find_blocks
+from hfdist.parallel import fsdp
+
+
+@dataclass(eq=False)
+class ZeroModel:
+    """A model sharded in place, and what is needed to run, switch and undo it."""
+
+    model: nn.Module
+    mesh: DataMesh
+    meeting: comm.Meeting
+    mp_policy: MixedPrecisionPolicy
+    stage: int
+    blocks: list[tuple[str, nn.Module]]
+    replicated: list[nn.Parameter]  # 0-dim parameters, which FSDP2 refuses: kept whole, gradients all-reduced
+    conditional: bool = False
+    window_open: bool = False  # between a micro-step without and the one with gradient synchronisation
+    used: set[fsdp.FSDPParam] = field(default_factory=set)  # conditional modules: got a gradient on this rank
+    unit_numbers: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def units(self) -> list[tuple[str, nn.Module]]:
+        """Blocks, then the root (named after the model's class)."""
+        return [*self.blocks, (type(self.model).__name__.removeprefix("FSDP"), self.model)]
+
+    @property
+    def modules(self) -> list[nn.Module]:
+        return [module for _, module in self.units]
+
+    @property
+    def root_unit(self) -> int:
+        """The root's number in meetings."""
+        return self.unit_numbers[self.units[-1][0]]
+
+    def shard_unit(self, name: str, module: nn.Module) -> None:
+        """`fully_shard` one unit on the mesh of the current stage and route its collectives through `comm`."""
+        fsdp.fully_shard(
+            module,
+            mesh=self.mesh.for_stage(self.stage),
+            mp_policy=self.mp_policy,
+            ignored_params=set(self.replicated),
+            reshard_after_forward=True,
+        )
+        if name not in self.unit_numbers:
+            self.unit_numbers[name] = self.meeting.unit(name)
+        group = fsdp.param_group(module)
+        if group is None:
+            return
+        unit = self.unit_numbers[name]
+        group.reduce_scatter_unused_params = self.conditional
+        module.set_custom_all_gather(_MetAllGather(self.meeting, unit, name))
+        module.set_custom_reduce_scatter(_CountedReduceScatter(name))
+        original = group.post_backward
+        group.post_backward = lambda *unused: self._post_backward(group, unit, name, original)
+
+    def apply_policy(self) -> None:
+        """Set what FSDP2 keeps and frees according to the stage, for the last (or only) micro-step of a window."""
+        for _, module in self.blocks:
+            module.set_reshard_after_forward(self.stage in (0, 3), recurse=False)
+        # The root is needed again at once when backward starts, so stage 3 keeps it, as FSDP2 does by default.
+        self.model.set_reshard_after_forward(self.stage == 0, recurse=False)
+        self.model.set_requires_gradient_sync(True)
+        self.model.set_reshard_after_backward(True)
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """A micro-step that is not the last of its window."""
+        self.window_open = True
+        if self.stage <= 1:
+            self.model.set_requires_gradient_sync(False)
+        else:
+            # With replicas: reduce-scatter inside each replica every micro-step, all-reduce across them once.
+            self.model.set_requires_all_reduce(False)
+        if self.stage in (1, 2):
+            self.model.set_reshard_after_backward(False)
+        try:
+            yield
+        finally:
+            self.apply_policy()
+
+    def reshard(self) -> None:
+        """Put every unit at rest: sharded parameters registered, gathered copies freed. No communication."""
+        for module in self.modules:
+            module.reshard()
+
+    def reset(self) -> None:
+        """Forget an interrupted pass (an exception in forward or backward) with its gradients."""
+        with contextlib.suppress(RuntimeError):  # raised when no forward ever ran: nothing to reset
+            self.model.reset_iter_state()
+        self.reshard()
+        for param in fsdp.iterate_params(self.modules):
+            param.unsharded_accumulated_grad = None
+            if hasattr(param, "_unsharded_param"):
+                param._unsharded_param.grad = None
+            param.sharded_param.grad = None
+        self.used.clear()
+        self.window_open = False
+        self.apply_policy()
+
+    def sharded_of(self) -> dict[int, nn.Parameter]:
+        """id(gathered copy) -> sharded parameter, for a caller that holds copies (taken while a unit was gathered)."""
+        return {
+            id(param._unsharded_param): param.sharded_param
+            for param in fsdp.iterate_params(self.modules)
+            if hasattr(param, "_unsharded_param")
+        }
+
+    def _post_backward(self, group: fsdp.FSDPParamGroup, unit: int, name: str, original: object) -> None:
+        """Meet before a unit's gradients are reduced; the parameters that have one must be the same on all ranks."""
+        flags = [fsdp.has_gradient(param) for param in group.fsdp_params]
+        if not group.reduce_grads or not any(flags):
+            original()
+            return
+        if self.conditional:
+            self.used.update(param for param, flag in zip(group.fsdp_params, flags, strict=True) if flag)
+            self.meeting.run(comm.REDUCE, unit, collective=original)
+        else:
+
+            def describe() -> str:
+                names = [fsdp.name_of(p) for p, flag in zip(group.fsdp_params, flags, strict=True) if flag]
+                return f"reduces the gradients of {', '.join(names)}"
+
+            self.meeting.run(comm.REDUCE, unit, comm.checksum(flags), original, describe)
+        _record_all_reduce(group, flags, name)
+
+
+def build_zero_model(
+    model: nn.Module,
+    mesh: DataMesh,
+    meeting: comm.Meeting,
+    *,
+    stage: int,
+    mp_policy: MixedPrecisionPolicy,
+    block_classes: tuple[str, ...] | None = None,
+    conditional: bool = False,
+) -> ZeroModel:
+    """What `apply_zero` will shard, worked out but not yet done. Raises ConfigError for what cannot be sharded."""
+    blocks = find_blocks(model, block_classes)
+    replicated = [p for p in model.parameters() if p.ndim == 0]
+    zero = ZeroModel(model, mesh, meeting, mp_policy, stage, blocks, replicated, conditional)
+    for name, module in zero.units:
+        inside = [b for _, b in blocks] if module is model else []
+        _check_one_dtype(name, module, inside)
+    return zero
+
+
+def apply_zero(zero: ZeroModel, device: torch.device, *, synchronise: bool = True) -> None:
+    """Shard every unit in place, block by block.
+
+    `synchronise`: parameters are first made rank 0's (as DDP does), a unit at a time, so that no rank ever holds more
+    than what it had plus one unit. Off for a model on "meta", or one whose ranks are known to be equal.
+    """
+    for name, module in zero.units:
+        if synchronise:
+            for parameter in module.parameters():
+                if not isinstance(parameter, torch.distributed.tensor.DTensor) and not parameter.is_meta:
+                    _make_equal(parameter, device, zero.mesh.world_group)
+        zero.shard_unit(name, module)
+    if synchronise:
+        for buffer in zero.model.buffers():
+            if not buffer.is_meta:
+                _make_equal(buffer, device, zero.mesh.world_group)
+    zero.apply_policy()
+
+
+@torch.no_grad()
+def _make_equal(tensor: torch.Tensor, device: torch.device, group: dist.ProcessGroup | None) -> None:
+    # FSDP2 wants contiguous parameters; `.data` keeps the Parameter object, which optimizers refer to.
+    if tensor.device != device or not tensor.is_contiguous():
+        tensor.data = tensor.data.to(device).contiguous()
+    comm.broadcast(tensor.data, group, label="initial weights")
+
+
+def _check_one_dtype(name: str, module: nn.Module, inside: list[nn.Module]) -> None:
+    elsewhere = {id(p) for block in inside for p in block.parameters()}
+    by_dtype: dict[torch.dtype, str] = {}
+    for parameter_name, parameter in module.named_parameters():
+        if parameter.requires_grad and parameter.ndim and id(parameter) not in elsewhere:
+            by_dtype.setdefault(parameter.dtype, parameter_name)
+    if len(by_dtype) > 1:
+        found = ", ".join(f"{n} is {str(d).removeprefix('torch.')}" for d, n in by_dtype.items())
+        raise ConfigError(
+            say(
+                given=f"trainable parameters of several dtypes in unit {name} ({found})",
+                expected="one dtype for the trainable parameters of a unit",
+                do="Load the model in one dtype (`dtype=torch.float32`), or turn on mixed precision, which keeps fp32 "
+                "masters of all of them.",
+            )
+        )
+
+
+class _MetAllGather(AllGather):
+    """FSDP2's all-gather, after the ranks agreed on the unit."""
+
+    def __init__(self, meeting: comm.Meeting, unit: int, name: str) -> None:
+        self.meeting, self.unit, self.name = meeting, unit, name
+
+    def allocate(self, size: tuple[int, ...], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        async_op: bool = False,
+    ) -> None:
+        self.meeting.run(
+            comm.GATHER, self.unit, collective=lambda: comm.all_gather(output_tensor, input_tensor, group, self.name)
+        )
+
+
+class _CountedReduceScatter(ReduceScatter):
+    """FSDP2's reduce-scatter at the bound on gloo too; the ranks met before, in `_post_backward`."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def allocate(self, size: tuple[int, ...], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        op: dist.ReduceOp.RedOpType,
+        async_op: bool = False,
+    ) -> None:
+        mean = op == dist.ReduceOp.AVG
+        comm.reduce_scatter(output_tensor, input_tensor, group, mean=mean, label=self.name)
+
+
+def _record_all_reduce(group: fsdp.FSDPParamGroup, flags: list[bool], name: str) -> None:
+    """FSDP2 calls the all-reduce over replicas itself; count what it sends."""
+    replicas = getattr(group.mesh_info, "replicate_process_group", None)
+    if replicas is None or replicas.size() == 1 or not group.all_reduce_grads or not comm.wire.is_recording():
+        return
+    params = [p for p, flag in zip(group.fsdp_params, flags, strict=True) if flag or group.reduce_scatter_unused_params]
+    dtype = group._reduce_dtype or params[0].param_dtype or params[0].orig_dtype
+    nbytes = sum(p.padded_sharded_param_size.numel() for p in params) * dtype.itemsize
+    size = replicas.size()
+    comm.wire.record("all_reduce", 2 * nbytes * (size - 1) // size, group_size=size, label=name)

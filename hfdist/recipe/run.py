@@ -1,0 +1,280 @@
+"""One training run, followed: progress while it trains, and the record of losses, time, memory and wire it leaves.
+
+    run = Run(args, data, model, optimizer, accelerator=accelerator)
+    run.evaluate(model)                       # held-out loss, the same number on every rank
+    for batch in run.batches(loader):
+        ...                                   # forward, backward, optimizer.step()
+        run.log(loss)                         # before zero_grad: gradients are part of what is measured
+    run.evaluate(model)
+    path = run.finish()                       # the record on the main rank, None on the others
+
+A step's loss is the mean over ranks and micro-steps. Blocks are full, so it is the loss by tokens of the whole batch and
+comparable between recipes. A loss that is not finite ends the run on every rank (not under fp16, whose scaler skips it).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import sys
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hfdist.errors import DistributedError, say
+from hfdist.recipe.arguments import RecipeArguments
+from hfdist.recipe.record import RecordWriter, new_record_path, versions
+from hfdist.recipe.tokens import Data
+
+if TYPE_CHECKING:
+    import accelerate
+    import torch
+
+# Blocks in one forward of `evaluate`.
+EVALUATION_BATCH = 4
+
+
+class Run:
+    """Follows one run. All of its methods are called on every rank; only the main rank prints and writes."""
+
+    def __init__(
+        self,
+        args: RecipeArguments,
+        data: Data,
+        model: torch.nn.Module,
+        optimizer: torch.optim.Optimizer,
+        *,
+        accelerator: accelerate.Accelerator | None = None,
+        zero_stage: int | None = None,
+        accumulation: int = 1,
+    ) -> None:
+        """`zero_stage`: whose formula this run is held against; None asks the accelerator, which must be hfdist's."""
+        import torch.distributed as dist
+
+        self.args, self.data, self.model, self.optimizer, self.accelerator = args, data, model, optimizer, accelerator
+        grouped = dist.is_available() and dist.is_initialized()
+        self.rank, self.world_size = (dist.get_rank(), dist.get_world_size()) if grouped else (0, 1)
+        self.is_main = self.rank == 0
+        self.accumulation = accumulation if accelerator is None else accelerator.gradient_accumulation_steps
+        self._count_by_watching = zero_stage is not None
+        self.zero_stage = accelerator.zero_stage if zero_stage is None else zero_stage  # type: ignore[union-attr]
+        self.device = next(model.parameters()).device if accelerator is None else accelerator.device
+        self.num_parameters = sum(getattr(p, "ds_numel", p.numel()) for p in model.parameters())
+        self.step = 0
+        self.losses: list[float] = []
+        self.held_out: list[float] = []
+        self._micro_losses: list[torch.Tensor] = []
+        self._seconds: list[float] = []
+        self._skipped = 0
+        self._wire_bytes: dict[str, int] = {}
+        self._wire_steps = 0
+        self._memory: dict[str, int | None] = {}
+        self._watching = contextlib.ExitStack()
+        self._progress = _Progress(args) if self.is_main else None
+        self._record = RecordWriter(args.record or new_record_path(args.recipe)) if self.is_main else None
+        self._write("header", **self._header())
+
+    def batches(self, loader: Iterable[dict[str, torch.Tensor]]) -> Iterator[dict[str, torch.Tensor]]:
+        """The batches of `loader` on this rank's device; keeps time and counts the wire around them."""
+        from hfdist.measure.wire import record_wire
+
+        with contextlib.ExitStack() as stack:
+            if self._progress is not None:
+                stack.enter_context(self._progress)
+            if not self._count_by_watching:
+                wire = stack.enter_context(record_wire())
+            self._started = time.perf_counter()
+            for number, batch in enumerate(loader):
+                if number == self._watched_step * self.accumulation:
+                    self._watch()
+                yield {name: tensor.to(self.device) for name, tensor in batch.items()}
+            if not self._count_by_watching:
+                self._wire_bytes, self._wire_steps = dict(wire.by_op), self.step
+
+    def log(self, loss: torch.Tensor) -> None:
+        """Take note of one micro-step's loss. The last one of a step completes that step."""
+        self._micro_losses.append(loss.detach().float())
+        if len(self._micro_losses) < self.accumulation:
+            return
+        self._watching.close()
+        self.step += 1
+        value = self.mean(sum(self._micro_losses) / self.accumulation)  # type: ignore[arg-type]
+        self._micro_losses.clear()
+        now = time.perf_counter()
+        seconds, self._started = now - self._started, now
+        scaler = getattr(self.accelerator, "scaler", None)
+        if not math.isfinite(value) and scaler is None:
+            raise DistributedError(
+                say(
+                    given=f"a loss of {value} in step {self.step} of {self.args.recipe}",
+                    expected="a finite number",
+                    do="Lower --lr, lengthen --warmup, or look at the data of this step.",
+                )
+            )
+        self.losses.append(value)
+        self._seconds.append(seconds)
+        if scaler is not None:
+            self._skipped += bool(self.accelerator.optimizer_step_was_skipped)  # type: ignore[union-attr]
+        lr = float(self.optimizer.param_groups[0]["lr"])
+        self._write("step", step=self.step, loss=value, lr=lr, seconds=seconds)
+        if self._progress is not None:
+            self._progress.advance(self.step, value, self._tokens_per_second())
+
+    def evaluate(self, model: torch.nn.Module) -> float:
+        """Mean loss over the held-out blocks, which the ranks share; every rank runs the same number of forwards."""
+        import torch
+
+        rounds = -(-len(self.data.held_out) // (self.world_size * EVALUATION_BATCH))
+        total = torch.zeros(2, device=self.device)
+        model.eval()
+        with torch.no_grad():
+            for number in range(rounds):
+                start = (number * self.world_size + self.rank) * EVALUATION_BATCH
+                mine = range(start, min(start + EVALUATION_BATCH, len(self.data.held_out)))
+                # A rank without blocks of its own runs one all the same: its peers may need its shards.
+                blocks = [self.data.held_out[index] for index in mine] or [self.data.held_out[0]]
+                batch = {name: torch.stack([b[name] for b in blocks]).to(self.device) for name in blocks[0]}
+                loss = model(**batch).loss.float()
+                total += torch.stack([loss * len(mine), torch.tensor(float(len(mine)), device=self.device)])
+        model.train()
+        self._all_reduce(total)
+        value = float(total[0] / total[1])
+        self.held_out.append(value)
+        self._write("held_out", step=self.step, loss=value)
+        return value
+
+    def event(self, kind: str, **values: Any) -> None:
+        """A line of the recipe's own in the record."""
+        self._write(kind, step=self.step, **values)
+
+    def mean(self, value: torch.Tensor) -> float:
+        """The mean of a 0-dim tensor over all ranks, the same on each."""
+        summed = value.detach().clone()
+        self._all_reduce(summed)
+        return float(summed) / self.world_size
+
+    def measure(self) -> dict[str, int | None]:
+        """Bytes this rank holds now, by owner, and the most this process has held."""
+        from hfdist.measure.memory import measure_memory
+
+        return asdict(measure_memory(self.model, self.optimizer))
+
+    def finish(self) -> Path | None:
+        """Write the summary and close the record. Its path on the main rank, None on the others."""
+        import torch.distributed as dist
+
+        now = self.measure()
+        self._memory.update(resident=now["resident"], resident_peak=now["resident_peak"])
+        memory = [self._memory]
+        if self.world_size > 1:
+            memory = [{} for _ in range(self.world_size)]
+            dist.all_gather_object(memory, self._memory)
+        scaler = getattr(self.accelerator, "scaler", None)
+        steps = max(1, self._wire_steps)
+        self._write(
+            "summary",
+            steps=self.step,
+            loss_from=self.losses[0],
+            loss_to=self.losses[-1],
+            held_out_from=self.held_out[0] if self.held_out else None,
+            held_out_to=self.held_out[-1] if self.held_out else None,
+            tokens_per_second=self._tokens_per_second(),
+            memory=memory,
+            wire={op: count / steps for op, count in self._wire_bytes.items()},
+            skipped_steps=self._skipped,
+            loss_scale=None if scaler is None else float(scaler.get_scale()),
+        )
+        if self._record is None:
+            return None
+        self._record.close()
+        return self._record.path
+
+    @property
+    def _watched_step(self) -> int:
+        # Not the first: engines set themselves up in it.
+        return min(1, self.args.steps - 1)
+
+    def _watch(self) -> None:
+        """Look closely at one step: peaks of memory by owner and, for engines that do not count, the wire."""
+        from hfdist.measure.memory import sample_memory
+        from hfdist.measure.wire import record_wire
+        from hfdist.recipe.wires import watch_collectives
+
+        # Last in, first out: the report exists once the sampler has left.
+        self._watching.callback(lambda: self._memory.update(asdict(sampler.report)))
+        sampler = self._watching.enter_context(sample_memory(self.model, self.optimizer))
+        if self._count_by_watching:
+            self._watching.callback(lambda: self._wire_bytes.update(wire.by_op))
+            wire = self._watching.enter_context(record_wire())
+            self._watching.enter_context(watch_collectives())
+            self._wire_steps = 1
+
+    def _tokens_per_second(self) -> float:
+        """Over all ranks; leaves out the first step, in which engines set themselves up, and the one that was watched."""
+        watched = self._watched_step
+        timed = [s for step, s in enumerate(self._seconds) if step > 0 and step != watched] or self._seconds
+        return len(timed) * self.args.batch_size * self.args.seq_len / sum(timed)
+
+    def _all_reduce(self, tensor: torch.Tensor) -> None:
+        if self.world_size > 1:
+            import torch.distributed as dist
+
+            dist.all_reduce(tensor)
+
+    def _write(self, kind: str, **values: Any) -> None:
+        if self._record is not None:
+            self._record.write(kind, **values)
+
+    def _header(self) -> dict[str, Any]:
+        settings = {name: str(v) if isinstance(v, Path) else v for name, v in asdict(self.args).items()}
+        precision = "no" if self.accelerator is None else self.accelerator.mixed_precision
+        return {
+            "recipe": self.args.recipe,
+            "world_size": self.world_size,
+            "zero_stage": self.zero_stage,
+            "precision": {"no": "fp32"}.get(str(precision), str(precision)),
+            "accumulation": self.accumulation,
+            "num_parameters": self.num_parameters,
+            "num_tokens": self.data.num_tokens,
+            "device": str(self.device),
+            "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+            "settings": settings,
+            "versions": versions(),
+        }
+
+
+class _Progress(contextlib.AbstractContextManager["_Progress"]):
+    """A bar on a terminal; ten lines in a log file."""
+
+    def __init__(self, args: RecipeArguments) -> None:
+        from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+        self._steps, self._recipe = args.steps, args.recipe
+        self._console = Console(file=sys.stdout)
+        self._bar = Progress(
+            TextColumn("[bold cyan]{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("loss [bold]{task.fields[loss]}"),
+            TextColumn("{task.fields[speed]} tokens/s"),
+            TimeRemainingColumn(),
+            console=self._console,
+            disable=not self._console.is_terminal,
+        )
+        self._task = self._bar.add_task(self._recipe, total=self._steps, loss="-", speed="-")
+
+    def __enter__(self) -> _Progress:
+        self._bar.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bar.stop()
+
+    def advance(self, step: int, loss: float, tokens_per_second: float) -> None:
+        self._bar.update(self._task, completed=step, loss=f"{loss:.4f}", speed=f"{tokens_per_second:,.0f}")
+        tenth = max(1, self._steps // 10)
+        if not self._console.is_terminal and (step % tenth == 0 or step in (1, self._steps)):
+            print(f"{self._recipe}  step {step}/{self._steps}  loss {loss:.4f}  {tokens_per_second:,.0f} tokens/s", flush=True)

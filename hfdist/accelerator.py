@@ -32,9 +32,8 @@ from hfdist.engine.scaler import LossScaler
 from hfdist.errors import ConfigError, say
 from hfdist.launch import engine_environment
 from hfdist.mesh import DataMesh
-from hfdist.models import loading
 from hfdist.parallel import amp as precision
-from hfdist.parallel import fsdp
+from hfdist.parallel import fsdp, loading
 from hfdist.parallel.switch import switch_stage
 from hfdist.parallel.zero import ZeroModel, apply_zero, build_zero_model
 from hfdist.plugins import Plugin
@@ -71,7 +70,8 @@ class Accelerator(accelerate.Accelerator):
         self._undo: list[Callable[[], None]] = []
         norm.redirect_torch_clipping(self.engine.owns, self.engine.clip)
         if self.settings.zero.load_sharded or (self.settings.zero.load_sharded is None and self.zero_stage == 3):
-            self._undo.append(loading.load_into_shards(self._shard_on_meta))
+            masters = torch.float32 if self.settings.amp is not None else None
+            self._undo.append(loading.load_into_shards(self._shard_on_meta, masters))
         if self.is_main_process:
             for notice in self.settings.notices:
                 logger.warning(notice)
@@ -139,10 +139,12 @@ class Accelerator(accelerate.Accelerator):
         if loaded is None:
             self._shard(inner)
         else:
-            self.engine.models.append(loaded)
+            self.engine.models.append(loading.take_over(loaded, inner, self._build_zero))
+            self.engine.watch_replicated(self.engine.models[-1])
         zero = self.engine.models[-1]
         self._undo.append(self.engine.wrap_forward(zero))
         self._undo.append(whole.let_save_pretrained_gather(self.engine, inner))
+        self._undo.append(whole.let_resize_embeddings(zero, self.engine))
         if self.settings.activation_checkpointing:
             inner.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         self._models.append(model)
@@ -185,7 +187,7 @@ class Accelerator(accelerate.Accelerator):
             precision.make_masters(model)
         zero = self._build_zero(model)
         apply_zero(zero, self.device, synchronise=False)
-        self.engine.watch_replicated(zero)
+        self._undo.append(whole.let_resize_embeddings(zero, self.engine))
         return zero
 
     def prepare_optimizer(

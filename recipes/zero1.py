@@ -6,9 +6,9 @@ only its shard; the updated shards are then gathered into every rank's whole wor
 Wires, in units of (N-1)/N x 4P bytes sent by each rank; an optimizer step of k micro-steps costs 1 gather + 1 reduce:
 gradients stay whole until the last micro-step, so k does not matter. P = 9,445,440, N = 2: 2 x 18.9 = 37.8 MB, as DDP.
 
-Memory per rank (fp32, AdamW), next to DDP's 16P = 151 MB:
-    parameters 4P + 4P/N   gradients 4P/N (whole, 4P, between micro-steps)   optimizer 8P/N
-    N = 2: 56.7 + 18.9 + 37.8 = 113 MB        N = 4: 85.0 MB        N = 64: 40.1 MB
+Memory per rank (fp32, AdamW); DDP's is 16P = 151 MB whatever N:
+    kept      parameters 4P/N + gradients 4P/N + optimizer 8P/N = 16P/N      N = 2: 75.6 MB   N = 4: 37.8   N = 64: 2.4
+    in a step also the whole working copy, 4P = 37.8 MB, and gradients that wait: a peak of 112 MB for N = 2, k = 1
 
 Change `zero_stage: 1` in the yaml and this file is zero2 or zero3: the loop is accelerate_plain's, with another import.
 

@@ -6,9 +6,9 @@ no rank ever holds more than one block's whole gradients.
 Wires, in units of (N-1)/N x 4P bytes sent by each rank; an optimizer step of k micro-steps costs 1 gather + k reduce.
 P = 9,445,440, N = 2, k = 1: 37.8 MB, as DDP; with k = 4: 94.5 MB, the price of never holding whole gradients.
 
-Memory per rank (fp32, AdamW), next to DDP's 16P = 151 MB:
-    parameters 4P + 4P/N   gradients 4P/N   optimizer 8P/N
-    N = 2: 56.7 + 18.9 + 37.8 = 113 MB        N = 4: 85.0 MB        N = 64: 40.1 MB
+Memory per rank (fp32, AdamW); DDP's is 16P = 151 MB whatever N:
+    kept      parameters 4P/N + gradients 4P/N + optimizer 8P/N = 16P/N      N = 2: 75.6 MB   N = 4: 37.8   N = 64: 2.4
+    in a step also the whole working copy, 4P = 37.8 MB, and one block's gradients: a peak of 112 MB for N = 2, k = 1
 
     accelerate launch recipes/zero2.py
     accelerate launch --config_file accelerate_configs/zero2.yaml recipes/zero2.py --steps 50

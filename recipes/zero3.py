@@ -5,11 +5,13 @@ it runs, forward and again backward, and dropped after. The model never exists o
 (`--model`), `from_pretrained` reads straight into the shards, since an Accelerator is alive.
 
 Wires, in units of (N-1)/N x 4P bytes sent by each rank; an optimizer step of k micro-steps costs 2k gathers + k reduces.
-P = 9,445,440, N = 2, k = 1: 3 x 18.9 = 56.7 MB, one and a half times DDP's: what the memory is paid with.
+P = 9,445,440, N = 2, k = 1: 3 x 18.9 = 56.7 MB, one and a half times DDP's: what the memory is paid with. (51.4 are sent:
+the embedding stays whole from forward to backward.)
 
-Memory per rank (fp32, AdamW), next to DDP's 16P = 151 MB, plus the one or two blocks that are whole at the time:
-    parameters 4P/N + gradients 4P/N + optimizer 8P/N = 16P/N
-    N = 2: 18.9 + 18.9 + 37.8 = 75.6 MB       N = 4: 37.8 MB        N = 64: 2.4 MB
+Memory per rank (fp32, AdamW); DDP's is 16P = 151 MB whatever N:
+    kept      parameters 4P/N + gradients 4P/N + optimizer 8P/N = 16P/N      N = 2: 75.6 MB   N = 4: 37.8   N = 64: 2.4
+    in a step also what is whole at the time: a block, and the embedding, which is most of this small model's root: a
+              peak of 105 MB for N = 2. With more blocks it tends to 16P/N.
 
     accelerate launch recipes/zero3.py
     accelerate launch --config_file accelerate_configs/zero3.yaml recipes/zero3.py --steps 50

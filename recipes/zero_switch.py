@@ -5,11 +5,12 @@ between two steps lays parameters, gradients and optimizer state out anew: no re
 schedule and scaler as they were. Start replicated and fast; shard when memory gets short (longer sequences, a second
 model), and go back when it is there again. The run's curve equals zero3's and accelerate_plain's.
 
-Wires of a switch. To fewer bytes (0 to 3) a rank only drops what others keep: none. Back to 0: one gather of what was
-sharded, (N-1)/N x 4P a piece. In steps each stage costs what it costs alone: see zero1, zero2, zero3.
+Wires of a switch. From 0 to a sharded stage a rank drops what others keep: nothing is sent. Between 1, 2 and 3 only the
+policy changes. Back to 0 parameters and optimizer state are gathered, (N-1)/N x 12P. In steps each stage costs what it
+costs alone: see zero1, zero2, zero3.
 
-Memory per rank after each switch (fp32, AdamW, P = 9,445,440, N = 2): the recipe prints it as measured.
-    0: 16P = 151 MB       3: 16P/N = 75.6 MB       1 and 2: 4P + 16P/N = 113 MB      never both layouts at once
+Memory per rank after each switch (fp32, AdamW, P = 9,445,440, N = 2; gradients are dropped then): the recipe prints it.
+    stage 0: parameters 4P + optimizer 8P = 113 MB       stages 3, 1, 2: 12P/N = 56.7 MB       never both layouts at once
 
     accelerate launch recipes/zero_switch.py
     accelerate launch --config_file accelerate_configs/zero_switch.yaml recipes/zero_switch.py --steps 50
@@ -52,7 +53,7 @@ def main() -> None:
             scheduler.step()
             if run.step in switches:
                 accelerator.set_zero_stage(switches[run.step])
-                run.event("switch", stage=accelerator.zero_stage, memory=run.measure())
+                run.switched(accelerator.zero_stage)
     run.evaluate(model)
     save_model(accelerator, model, data.tokenizer, args.save)
     show_report(run.finish(), plot=args.plot)

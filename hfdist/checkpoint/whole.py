@@ -14,7 +14,9 @@ from torch.distributed.tensor import DTensor
 from hfdist import comm
 from hfdist.engine.core import Engine
 from hfdist.engine.norm import shard_groups
-from hfdist.parallel import fsdp
+from hfdist.errors import ConfigError, say
+from hfdist.parallel import fsdp, loading
+from hfdist.parallel.zero import ZeroModel
 
 
 def whole_tensor(value: torch.Tensor) -> torch.Tensor:
@@ -65,6 +67,41 @@ def let_save_pretrained_gather(engine: Engine, model: nn.Module) -> Callable[[],
     def undo() -> None:
         if model.__dict__.get("save_pretrained") is save_pretrained:
             del model.save_pretrained
+
+    return undo
+
+
+def let_resize_embeddings(zero: ZeroModel, engine: Engine) -> Callable[[], None]:
+    """Make `model.resize_token_embeddings(n)` right on sharded embeddings; returns the undo.
+
+    Raises ConfigError once an optimizer holds them: its state has the old shape.
+    """
+    model = zero.model
+    if not hasattr(model, "resize_token_embeddings") or "resize_token_embeddings" in model.__dict__:
+        return lambda: None
+    original = model.resize_token_embeddings
+
+    @functools.wraps(original)
+    def resize_token_embeddings(*args: Any, **kwargs: Any) -> Any:
+        root = {id(p.sharded_param) for p in fsdp.iterate_params([model])}
+        if any(id(p) in root for optimizer in engine.optimizers for p in optimizer.parameters()):
+            raise ConfigError(
+                say(
+                    given="resize_token_embeddings() on a model whose optimizer is prepared",
+                    expected="the final vocabulary before accelerator.prepare(optimizer)",
+                    do="Resize the model right after loading it.",
+                )
+            )
+        if not args and not kwargs:
+            return original()
+        with loading.plain_root(zero):
+            return original(*args, **kwargs)
+
+    model.resize_token_embeddings = resize_token_embeddings
+
+    def undo() -> None:
+        if model.__dict__.get("resize_token_embeddings") is resize_token_embeddings:
+            del model.resize_token_embeddings
 
     return undo
 

@@ -34,8 +34,8 @@ _HANDLED = (
 _STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2")
 _STAGES = {"FULL_SHARD": 3, "SHARD_GRAD_OP": 2, "NO_SHARD": 0, "HYBRID_SHARD": 3, "HYBRID_SHARD_ZERO2": 2}
 # Keys of the `fsdp_config:` section.
-YAML_KEYS = tuple(f"fsdp_{name.lower()}" for name in (*_HANDLED, *_HINTS) if name != "TRANSFORMER_CLS_TO_WRAP") + (
-    "fsdp_transformer_layer_cls_to_wrap",
+YAML_KEYS = tuple(
+    f"fsdp_{name.lower()}".replace("transformer_cls", "transformer_layer_cls") for name in (*_HANDLED, *_HINTS)
 )
 
 

@@ -140,7 +140,5 @@ def environment_of_yaml(path: str | Path, *, num_processes: int) -> dict[str, st
         environ = prepare_multi_gpu_env(args)
     prefixes = ("ACCELERATE_", "FSDP_", "MEGATRON_LM_", "PARALLELISM_CONFIG_")
     return {
-        name: value
-        for name, value in environ.items()
-        if name.startswith(prefixes) and os.environ.get(name) != value
+        name: value for name, value in environ.items() if name.startswith(prefixes) and os.environ.get(name) != value
     }

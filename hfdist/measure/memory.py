@@ -8,9 +8,9 @@
     buffers         buffers of the modules
     communication   buffers of collectives that are still referenced (inputs of reductions, outputs of gathers)
 
-A tied or viewed storage counts once, for the first owner in this order. `measure_memory` looks now; `sample_memory` looks at
-every collective, module boundary, accumulated gradient and optimizer step of a block, and keeps the peaks. Activations are
-not counted: see `resident` for all of the process.
+A tied or viewed storage counts once, for the first owner in this order. `measure_memory` looks now; `sample_memory`
+looks at every collective, module boundary, accumulated gradient and optimizer step of a block, and keeps the peaks.
+Activations are not counted: see `resident` for all of the process.
 """
 
 from __future__ import annotations
@@ -23,8 +23,13 @@ from typing import TYPE_CHECKING, Any
 from hfdist.measure import resident, wire
 
 if TYPE_CHECKING:
+    from typing import TypeAlias
+
     import torch
     from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+
+    Models: TypeAlias = torch.nn.Module | Iterable[torch.nn.Module]
+    Optimizers: TypeAlias = torch.optim.Optimizer | Iterable[torch.optim.Optimizer] | None
 
 OWNERS = ("parameters", "gathered", "gradients", "optimizer", "buffers", "communication")
 
@@ -58,10 +63,6 @@ class MemoryReport:
     def total(self) -> int:
         """All owners together."""
         return sum(getattr(self, owner) for owner in OWNERS)
-
-
-Models = "torch.nn.Module | Iterable[torch.nn.Module]"
-Optimizers = "torch.optim.Optimizer | Iterable[torch.optim.Optimizer] | None"
 
 
 def measure_memory(models: Models, optimizers: Optimizers = None) -> MemoryReport:
@@ -109,7 +110,12 @@ class MemorySampler:
     def watch_gradients(self, module: torch.nn.Module) -> None:
         """Look whenever a gradient of one of `module`'s own parameters was accumulated (FSDP2 swaps these objects)."""
         for parameter in module._parameters.values():
-            if parameter is not None and parameter.requires_grad and parameter.is_leaf and parameter not in self._watched:
+            if (
+                parameter is not None
+                and parameter.requires_grad
+                and parameter.is_leaf
+                and parameter not in self._watched
+            ):
                 self._watched[parameter] = parameter.register_post_accumulate_grad_hook(lambda _: self.sample())
 
     def unwatch_gradients(self) -> None:
@@ -171,7 +177,7 @@ def _count(models: list[torch.nn.Module], optimizers: list[Any]) -> tuple[dict[s
     owned = dict.fromkeys(OWNERS, 0)
     groups = [group for model in models for group in _fsdp_groups(model)]
     fsdp_params = [param for group in groups for param in group.fsdp_params]
-    # While a unit is gathered, `model.parameters()` are its copies: take the shards from FSDP2, the rest from the model.
+    # While a unit is gathered, `model.parameters()` are its copies: the shards come from FSDP2.
     shards = [param.sharded_param for param in fsdp_params]
     copies = {id(param._unsharded_param) for param in fsdp_params if hasattr(param, "_unsharded_param")}
     plain = [p for model in models for p in model.parameters() if id(p) not in copies]
@@ -202,7 +208,10 @@ def _count(models: list[torch.nn.Module], optimizers: list[Any]) -> tuple[dict[s
     for group in groups:
         for tensor in _in_flight(group):
             owned["communication"] += storages.add(tensor)
-    logical = sum(_local(p).nbytes for p in parameters), sum(_local(p.grad).nbytes for p in parameters if p.grad is not None)
+    logical = (
+        sum(_local(p).nbytes for p in parameters),
+        sum(_local(p.grad).nbytes for p in parameters if p.grad is not None),
+    )
     return owned, logical
 
 

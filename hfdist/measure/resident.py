@@ -1,7 +1,7 @@
 """Resident memory of this process as the system counts it; None where the system does not say.
 
-`anonymous_bytes()` is what the process itself allocated. Weights that a loader maps from a file are left out: the system
-may drop them at any time, while the usual high-water mark (`peak_resident_bytes`) counts them.
+`anonymous_bytes()` is what the process itself allocated. Weights that a loader maps from a file are left out: the
+system may drop them at any time, while the usual high-water mark (`peak_resident_bytes`) counts them.
 
 glibc keeps freed memory below a threshold that grows while a program runs, so a number taken after a peak still shows
 it. For figures that mean something start the process with

@@ -1,7 +1,7 @@
 """Bytes this rank puts on the wire, counted where collectives are issued.
 
-`comm.py` calls `record(op, nbytes_sent, group_size=...)` beside every collective; with nobody recording that is one truth
-test of a module global (about 0.1 us). `record_wire()` listens:
+`comm.py` calls `record(op, nbytes_sent, group_size=...)` beside every collective; with nobody recording that is one
+truth test of a module global (about 0.1 us). `record_wire()` listens:
 
     with record_wire() as wire:
         train_step()
@@ -26,7 +26,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, get_args
 
 Collective = Literal[
     "all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast", "reduce", "scatter", "gather", "send"
@@ -38,6 +38,8 @@ Listener = Callable[[str, int, int, str], None]
 # Replaced, never mutated: a thread in `record` iterates over the tuple it saw.
 _listeners: tuple[Listener, ...] = ()
 _listeners_lock = threading.Lock()
+# One for all recorders, so that a recorder is plain data.
+_counting_lock = threading.Lock()
 
 
 def record(op: str, nbytes_sent: int, *, group_size: int, label: str = "") -> None:
@@ -77,11 +79,10 @@ class WireRecorder:
     by_op: dict[str, int] = field(default_factory=dict)
     calls_by_op: dict[str, int] = field(default_factory=dict)
     by_label: dict[str, int] = field(default_factory=dict)
-    _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
 
     def __call__(self, op: str, nbytes_sent: int, group_size: int, label: str) -> None:
         # On an accelerator backward runs in a thread of its own.
-        with self._lock:
+        with _counting_lock:
             self.total_bytes += nbytes_sent
             self.num_calls += 1
             self.by_op[op] = self.by_op.get(op, 0) + nbytes_sent
@@ -101,9 +102,9 @@ def record_wire() -> Iterator[WireRecorder]:
 def ring_bytes(op: Collective, payload_bytes: int, group_size: int) -> int:
     """The least one rank sends in a bandwidth-optimal `op` over `group_size` ranks, rounded down.
 
-    `payload_bytes` is the whole tensor: the output of an all-gather and of a gather, the input of a reduce-scatter, of an
-    all-to-all and of a scatter, the tensor of an all-reduce, broadcast, reduce and send. For the rooted ones it is what
-    the busiest rank sends in a ring: the root of a broadcast or scatter, any other rank of a reduce or gather.
+    `payload_bytes` is the whole tensor: the output of an all-gather and of a gather, the input of a reduce-scatter, of
+    an all-to-all and of a scatter, the tensor of an all-reduce, broadcast, reduce and send. For the rooted ones it is
+    what the busiest rank sends in a ring: the root of a broadcast or scatter, any other rank of a reduce or gather.
 
     >>> [ring_bytes(op, 4000, 4) for op in ("all_gather", "reduce_scatter", "all_to_all", "all_reduce", "broadcast")]
     [3000, 3000, 3000, 6000, 4000]
@@ -120,7 +121,7 @@ def ring_bytes(op: Collective, payload_bytes: int, group_size: int) -> int:
         return payload_bytes
     if op == "gather":
         return payload_bytes // group_size
-    raise ValueError(f"Got collective {op!r}. Expected one of {', '.join(Collective.__args__)}. Name one of these.")
+    raise ValueError(f"Got collective {op!r}. Expected one of {', '.join(get_args(Collective))}. Name one of these.")
 
 
 def interface_bytes(interface: str = "lo") -> int | None:

@@ -5,16 +5,16 @@
     step.memory.at_rest.optimizer      # 124 M x 8 / 8 = 124,000,000
     step.memory.peak_total             # the most at one moment of a step, activations excluded
     step.wire.bound, step.wire.expected
-    stage_that_fits(2 * 2**30, model, world_size=8)
-    print(explain(model, world_size=8, precision="bf16"))
+    stage_that_fits(2 * 2**30, model, Layout(stage=0, world_size=8))
+    print(explain(model, Layout(stage=2, world_size=8, precision="bf16")))
 
-No torch here; `model_size(model)` in `hfdist.models` turns a module into a `ModelSize`.
+No torch here; `hfdist.models.size.model_size(model)` turns a module into a `ModelSize`.
 """
 
-from hfdist.plan.explain import explain, format_bytes, stage_that_fits
 from hfdist.plan.memory import MemoryPlan, Owned, paper_bytes, plan_memory
 from hfdist.plan.sizes import Layout, ModelSize, Unit
 from hfdist.plan.step import StepPlan, plan_step
+from hfdist.plan.table import explain, format_bytes, stage_that_fits
 from hfdist.plan.wire import WirePlan, plan_wire
 
 __all__ = [

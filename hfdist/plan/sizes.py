@@ -1,8 +1,8 @@
 """What a plan is made of: the sizes of a model's units, and the layout it is asked to train in.
 
-A *unit* is what is gathered, reduced and freed as one: each block of the model, and the root (everything else). The root's
-parameters come in two parts, since their gradients do: those of the norm and the head before any block's, those of the
-input embeddings after all of them (with tied embeddings all of them come early).
+A *unit* is what is gathered, reduced and freed as one: each block of the model, and the root (everything else). The
+root's parameters come in two parts, since their gradients do: those of the norm and the head before any block's, those
+of the input embeddings after all of them (with tied embeddings all of them come early).
 """
 
 from __future__ import annotations
@@ -157,5 +157,3 @@ class Layout:
     def reduce_bytes(self) -> int:
         """Bytes of an element in a gradient reduction."""
         return self.compute_bytes if self.reduce_dtype == "compute" else 4
-
-

@@ -1,7 +1,7 @@
 """Bytes one rank sends per optimizer step, for k micro-steps on N ranks.
 
-Each collective below moves (N-1)/N of its tensor: P parameters in the compute dtype (gathers) or the trainable ones in the
-reduction's dtype (reductions). An all-reduce counts as two.
+Each collective below moves (N-1)/N of its tensor: P parameters in the compute dtype (gathers) or the trainable ones in
+the reduction's dtype (reductions). An all-reduce counts as two.
 
     stage   gathers   reductions     P = 1e6, fp32, N = 2, k = 1      and k = 4
     0       -         2              1 x 4e6       =  4.0 MB           4.0 MB
@@ -9,9 +9,9 @@ reduction's dtype (reductions). An all-reduce counts as two.
     2       1         k              0.5 x 4e6 x 2 =  4.0 MB          10.0 MB
     3       2k        k              0.5 x 4e6 x 3 =  6.0 MB          24.0 MB
 
-`bound` is this table. `expected` is what the engine sends: at stage 3 the root stays gathered from forward to backward, so
-it moves k times, not 2k; and rows are padded to a multiple of N. With R replicas of N/R shards each, gathers and reductions
-stay inside a replica, and once per step an all-reduce runs across replicas over one rank's shard.
+`bound` is this table. `expected` is what the engine sends: at stage 3 the root stays gathered from forward to backward,
+so it moves k times, not 2k; and rows are padded to a multiple of N. With R replicas of N/R shards each, gathers and
+reductions stay inside a replica, and once per step an all-reduce runs across replicas over one rank's shard.
 """
 
 from __future__ import annotations
@@ -51,8 +51,7 @@ def plan_wire(model: ModelSize, layout: Layout) -> WirePlan:
         2: sum(unit.shard(shards) for unit in model.units),
         3: k * (root.shard(shards) + 2 * sum(block.shard(shards) for block in blocks)),
     }[layout.stage]
-    # A model without blocks is one unit: the root, gathered once.
-    num_gathers = {0: 0, 1: 1, 2: 1, 3: 2 * k if blocks else k}[layout.stage]
+    num_gathers = {0: 0, 1: 1, 2: 1, 3: 2 * k}[layout.stage]
     num_reductions = {0: 0, 1: 1, 2: k, 3: k}[layout.stage]
     trainable_shard = sum(unit.trainable_shard(shards) for unit in model.units)
     all_reduce = 2 * (replicas - 1) * trainable_shard * layout.reduce_bytes // replicas

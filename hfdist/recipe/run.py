@@ -62,6 +62,7 @@ class Run:
         self.zero_stage = accelerator.zero_stage if zero_stage is None else zero_stage  # type: ignore[union-attr]
         self.device = next(model.parameters()).device if accelerator is None else accelerator.device
         self.num_parameters = sum(getattr(p, "ds_numel", p.numel()) for p in model.parameters())
+        self.precision = "no" if accelerator is None else str(accelerator.mixed_precision)
         self.step = 0
         self.losses: list[float] = []
         self.held_out: list[float] = []
@@ -145,15 +146,38 @@ class Run:
         self._write("held_out", step=self.step, loss=value)
         return value
 
-    def event(self, kind: str, **values: Any) -> None:
-        """A line of the recipe's own in the record."""
-        self._write(kind, step=self.step, **values)
+    def switched(self, stage: int) -> None:
+        """Note that the run went on at another ZeRO stage: what this rank holds now, and what the formula says."""
+        formula = self.formula(stage)
+        expected = formula["parameters"] + formula["optimizer"]  # gradients were dropped before the switch
+        self._write("switch", step=self.step, stage=stage, memory=self.measure(), formula=expected)
 
     def mean(self, value: torch.Tensor) -> float:
         """The mean of a 0-dim tensor over all ranks, the same on each."""
         summed = value.detach().clone()
         self._all_reduce(summed)
         return float(summed) / self.world_size
+
+    def formula(self, stage: int) -> dict[str, int]:
+        """What `hfdist.plan` says of this run's model at a ZeRO stage: bytes per rank, Adam, by row of the report."""
+        from hfdist.models.size import model_size
+        from hfdist.plan import Layout, plan_step
+
+        layout = Layout(
+            stage=stage,
+            world_size=self.world_size,
+            precision={"bf16": "bf16", "fp16": "fp16"}.get(self.precision, "fp32"),  # type: ignore[arg-type]
+            micro_steps=self.accumulation,
+        )
+        step = plan_step(model_size(getattr(self.model, "module", self.model)), layout)
+        at_rest = step.memory.at_rest
+        return {
+            "parameters": at_rest.parameters + at_rest.gathered,
+            "gradients": at_rest.gradients,
+            "optimizer": at_rest.optimizer,
+            "peak_total": step.memory.peak_total,
+            "wire_bound": step.wire.bound,
+        }
 
     def measure(self) -> dict[str, int | None]:
         """Bytes this rank holds now, by owner, and the most this process has held."""
@@ -229,17 +253,17 @@ class Run:
 
     def _header(self) -> dict[str, Any]:
         settings = {name: str(v) if isinstance(v, Path) else v for name, v in asdict(self.args).items()}
-        precision = "no" if self.accelerator is None else self.accelerator.mixed_precision
         return {
             "recipe": self.args.recipe,
             "world_size": self.world_size,
             "zero_stage": self.zero_stage,
-            "precision": {"no": "fp32"}.get(str(precision), str(precision)),
+            "precision": {"no": "fp32"}.get(self.precision, self.precision),
             "accumulation": self.accumulation,
             "num_parameters": self.num_parameters,
             "num_tokens": self.data.num_tokens,
             "device": str(self.device),
             "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+            "formula": self.formula(self.zero_stage),
             "settings": settings,
             "versions": versions(),
         }

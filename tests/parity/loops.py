@@ -58,7 +58,7 @@ class RankRun:
     digest: str
 
 
-def train_cell(cell: Cell, windows: list[Window]) -> RankRun:
+def train_cell(cell: Cell, recipe: Recipe, windows: list[Window]) -> RankRun:
     """Train as `cell` says, with `accelerator.accumulate` around each micro-batch."""
     from hfdist.plugins import ZeroPlugin
 
@@ -66,7 +66,7 @@ def train_cell(cell: Cell, windows: list[Window]) -> RankRun:
         plugins=[ZeroPlugin(stage=cell.stage)], gradient_accumulation_steps=cell.gas
     )
     model = build_lm(cell.family, tied=cell.tied, dtype=DTYPES[cell.dtype])
-    optimizers = Recipe(cell.optimizer).build(model)
+    optimizers = recipe.build(model)
     model, *optimizers = accelerator.prepare(model, *optimizers)
     return run_windows(accelerator, model, optimizers, windows, clip=CLIP if cell.clip else None)
 

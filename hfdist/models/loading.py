@@ -1,2 +1,0 @@
-def load_into_shards(f): return lambda: None
-def loaded_shards(m): return None

@@ -1,0 +1,40 @@
+"""The size of a model as `plan` wants it: shapes of its blocks and of its root."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from hfdist.models.blocks import find_blocks
+from hfdist.plan.sizes import ModelSize, Unit
+
+
+def model_size(model: nn.Module, block_classes: tuple[str, ...] | None = None) -> ModelSize:
+    """Shapes by unit, the same before and after sharding. 0-dim parameters, which stay whole, are left out.
+
+    What the root defines before the first block (input embeddings) gets its gradient last, unless it is tied to
+    something behind the blocks.
+    """
+    blocks = find_blocks(model, block_classes)
+    names = [name + "." for name, _ in blocks]
+    early: dict[int, nn.Parameter] = {}
+    late: dict[int, nn.Parameter] = {}
+    before_blocks = bool(blocks)
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if name.startswith(tuple(names)):
+            before_blocks = False
+        elif parameter.ndim:
+            (late if before_blocks else early)[id(parameter)] = parameter
+    tied = early.keys() & late.keys()
+    return ModelSize(
+        blocks=tuple(_unit(list(module.parameters())) for _, module in blocks),
+        root_early=_unit(list(early.values())),
+        root_late=_unit([parameter for key, parameter in late.items() if key not in tied]),
+    )
+
+
+def _unit(parameters: list[nn.Parameter]) -> Unit:
+    shaped = [p for p in parameters if p.ndim]
+    return Unit(
+        trainable=tuple(tuple(p.shape) for p in shaped if p.requires_grad),
+        frozen=tuple(tuple(p.shape) for p in shaped if not p.requires_grad),
+    )

@@ -99,6 +99,8 @@ class Accelerator(accelerate.Accelerator):
         )
         if settings.amp is not None and settings.amp.dtype == "fp16":
             engine.scaler = LossScaler(settings.amp, self.device.type, meeting, engine.name_of)
+        if settings.zero.conditional_modules:
+            engine.serve_conditional()
         self._zero_stage = settings.zero.stage
         return engine
 
@@ -397,6 +399,18 @@ class Accelerator(accelerate.Accelerator):
         from hfdist.measure.memory import measure_memory
 
         return measure_memory([_inner(m) for m in self._models], self._optimizers)
+
+    def explain(self) -> str:
+        """Mesh, units, and bytes per rank and on the wire at every stage for what is prepared."""
+        from hfdist.engine import describe
+
+        now = describe.layout(
+            self.engine,
+            self._zero_stage,
+            micro_steps=self.gradient_accumulation_steps,
+            reduce_dtype=self.settings.zero.reduce_dtype,
+        )
+        return describe.explain_engine(self.engine, now)
 
     def dtype_report(self) -> dict[str, str]:
         """dtypes of parameters (masters), gathered copies, gradients, optimizer state, reductions and buffers."""

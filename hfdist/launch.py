@@ -124,15 +124,14 @@ def relaunch_if_alone(
         verify_not_alone(os.environ)
         return
     asked = num_processes or (command.asked_processes if command else None) or _default_processes(config)
+    precision = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
     words = [sys.executable, "-m", "accelerate.commands.launch"]
     if _launcher_imports_deepspeed(config):
-        words += ["--multi_gpu", "--num_machines", "1", "--dynamo_backend", "no"]  # the workers adopt the yaml
+        # The workers adopt the yaml. "no" is what the launcher says unasked, so the yaml's precision still counts.
+        words += ["--multi_gpu", "--num_machines", "1", "--dynamo_backend", "no", "--mixed_precision", precision]
     else:
-        words += ["--config_file", str(config)]
+        words += ["--config_file", str(config), *(["--mixed_precision", precision] if precision != "no" else [])]
     words += ["--num_processes", str(asked), "--main_process_port", "0"]
-    precision = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
-    if precision != "no":
-        words += ["--mixed_precision", precision]
     words += [str(recipe_file), *(sys.argv[1:] if argv is None else argv)]
     if command is not None:
         end_with_parent()

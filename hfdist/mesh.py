@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor.debug import _clear_fast_path_sharding_prop_cache, _clear_python_sharding_prop_cache
 
 from hfdist.errors import ConfigError, coordinates, say
 
@@ -44,6 +45,9 @@ class DataMesh:
             # One process is the same code with communication absent; FSDP2 wants a mesh, so it gets one of size 1.
             dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
         self.world_group = dist.new_group(list(range(self.world_size)))
+        # DTensor remembers results by meshes that compare equal; one from a destroyed group must not come back.
+        _clear_fast_path_sharding_prop_cache()
+        _clear_python_sharding_prop_cache()
 
     def shape(self, stage: int) -> tuple[int, int]:
         """(dp_replicate, dp_shard) at `stage`."""

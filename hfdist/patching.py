@@ -1,3 +1,48 @@
-"""placeholder until H1 lands it."""
-def patch(): ...
-def unpatch(): ...
+"""`hfdist.patch()`: scripts that say `from accelerate import Accelerator` get hfdist's; `hfdist.unpatch()` undoes it.
+
+Needs to run before the script makes an Accelerator; modules imported before and after are both served. Guarantee: every
+place is remembered, so `unpatch()` leaves what was there, and calling either twice changes nothing.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from types import ModuleType
+
+from hfdist import launch
+from hfdist.config import resolve_engine
+
+_replaced: list[tuple[ModuleType, str, object]] = []
+
+
+def patch() -> None:
+    """Put `hfdist.Accelerator` wherever accelerate's own is bound now, and where later imports will look for it.
+
+    Also takes the yaml's sections from the environment, since `TrainingArguments` reads them before an Accelerator
+    exists (not under `HFDIST_ENGINE=native`).
+    """
+    if _replaced:
+        return
+    if resolve_engine(os.environ) == "hfdist":
+        launch.take_sections(os.environ)
+        launch.ensure_one_group(os.environ)
+    import accelerate
+
+    from hfdist.accelerator import Accelerator
+
+    original = accelerate.Accelerator
+    for module in list(sys.modules.values()):
+        if not isinstance(module, ModuleType) or module.__name__.split(".")[0] == "hfdist":
+            continue
+        for name, value in list(vars(module).items()):
+            if value is original:
+                _replaced.append((module, name, original))
+                setattr(module, name, Accelerator)
+
+
+def unpatch() -> None:
+    """Undo `patch()`. Accelerators already made stay what they are."""
+    while _replaced:
+        module, name, original = _replaced.pop()
+        setattr(module, name, original)

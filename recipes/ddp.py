@@ -15,6 +15,7 @@ Memory per rank (fp32, AdamW). Nothing is sharded, so N does not help:
     accelerate launch --config_file accelerate_configs/ddp.yaml recipes/ddp.py --steps 50
 """
 
+import os
 from contextlib import nullcontext
 from itertools import islice
 
@@ -26,9 +27,11 @@ def main() -> None:
     args = begin(__file__, engine="none")
     import torch
     from accelerate import PartialState
+    from hfdist.launch import has_accelerator_each
     from torch.nn.parallel import DistributedDataParallel
 
-    ranks = PartialState()  # reads the launcher's environment: joins the process group, picks this rank's device
+    # Reads the launcher's environment, joins the process group, picks this rank's device.
+    ranks = PartialState(cpu=not has_accelerator_each(os.environ))
     accumulation = args.gradient_accumulation_steps or 1
     data = load_data(args, load_tokenizer(args))
     model = load_model(args).to(ranks.device)

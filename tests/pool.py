@@ -230,8 +230,11 @@ def _context() -> multiprocessing.context.ForkServerContext:
     """The fork server with torch, accelerate and transformers loaded; started once a session."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["tests.worker"])
-    # The server reads both once, at its start: threads before torch loads, and where `tests` lies.
-    with _environment(OMP_NUM_THREADS="1", PYTHONPATH=os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])):
+    # Read once, at the start of the server: threads before torch loads, where `tests` lies.
+    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    # glibc gives memory back at once, or resident memory says nothing.
+    malloc = {"MALLOC_MMAP_THRESHOLD_": "131072", "MALLOC_TRIM_THRESHOLD_": "131072"}
+    with _environment(OMP_NUM_THREADS="1", PYTHONPATH=path, **malloc):
         forkserver.ensure_running()
     return context
 

@@ -36,6 +36,8 @@ from accelerate.state import AcceleratorState, GradientState
 gc.collect()
 gc.freeze()  # what is loaded now is shared between ranks by copy on write, and never collected again
 
+# A function bound before hfdist was ever imported, as a script's first lines bind it.
+EARLY_CLIP = torch.nn.utils.clip_grad_norm_
 # A collective that waits longer than this raises in its rank; `Pool.run` normally ends the call before.
 GROUP_TIMEOUT = datetime.timedelta(seconds=120)
 

@@ -29,7 +29,15 @@ from hfdist.config.table import SETTINGS
 from hfdist.config.values import is_unsaid
 from hfdist.errors import ConfigError, nearest, say
 
-__all__ = ["LAUNCHED_AS", "SECTIONS", "Settings", "launched_sections", "resolve_engine", "resolve_settings"]
+__all__ = [
+    "LAUNCHED_AS",
+    "SECTIONS",
+    "Settings",
+    "launched_sections",
+    "read_native_settings",
+    "resolve_engine",
+    "resolve_settings",
+]
 
 # Sections of a yaml, as `ACCELERATE_USE_<section>`; `launch` moves them to HFDIST_LAUNCHED_AS before accelerate looks.
 SECTIONS = ("DEEPSPEED", "MEGATRON_LM", "FSDP", "PARALLELISM_CONFIG")
@@ -80,7 +88,9 @@ def resolve_settings(
     from accelerate import Accelerator
 
     kwargs = dict(accelerator_kwargs)
-    known = [name for name in inspect.signature(Accelerator.__init__).parameters if name != "self"]
+    # hfdist.patch() may have put hfdist's class in that place.
+    original = next(base for base in Accelerator.__mro__ if base.__module__ == "accelerate.accelerator")
+    known = [name for name in inspect.signature(original.__init__).parameters if name != "self"]
     for name in kwargs:
         if name not in known:
             raise ConfigError(
@@ -112,6 +122,27 @@ def resolve_settings(
     kwargs["mixed_precision"] = settings.amp.dtype if settings.amp else "no"
     kwargs["gradient_accumulation_plugin"] = _accumulation_plugin(kwargs, settings.gradient_accumulation_steps)
     return settings, kwargs
+
+
+def read_native_settings(environ: Mapping[str, str]) -> Settings:
+    """A record of what the yaml asks of accelerate's own engine, as far as hfdist has words for it.
+
+    Nothing is refused: accelerate reads the yaml itself. `HFDIST_*` settings have no effect there, which is a notice;
+    an unknown `HFDIST_*` is an error as ever.
+    """
+    own = Ledger()
+    read_own_environment(own, environ)
+    ignored = [f"HFDIST_{name.upper()}" for name in own.claims if name != "engine"]
+    ledger = Ledger()
+    try:
+        _read_basic_environment(ledger, environ)
+        for section in launched_sections(environ):
+            _SECTION_READERS[section](ledger, environ)
+    except ConfigError:
+        pass  # something only the native engine does: the claims read so far stand
+    settings = build_settings(ledger, world_size=None)
+    notice = f"no effect under HFDIST_ENGINE=native: {', '.join(ignored)}"
+    return dataclasses.replace(settings, engine="native", notices=(notice,) if ignored else ())
 
 
 def _read_basic_arguments(ledger: Ledger, kwargs: Mapping[str, Any]) -> None:

@@ -19,13 +19,14 @@ from torch import nn
 
 from hfdist import comm
 from hfdist.engine import norm
-from hfdist.engine.loss import LossWeights, count_labels, weigh_loss
+from hfdist.engine.loss import LossWeights, weigh_loss
 from hfdist.engine.optimizer import ZeroOptimizer
 from hfdist.engine.scaler import LossScaler
 from hfdist.errors import DistributedError, say
 from hfdist.mesh import DataMesh
+from hfdist.models.labels import count_labels
 from hfdist.parallel import amp as precision
-from hfdist.parallel import fsdp
+from hfdist.parallel import conditional, fsdp
 from hfdist.parallel.zero import ZeroModel
 from hfdist.plugins import AmpPlugin
 
@@ -46,6 +47,8 @@ class Engine:
     optimizers: list[ZeroOptimizer] = field(default_factory=list)
     scaler: LossScaler | None = None
     last_norm: torch.Tensor | None = None  # of the engine's own clipping
+    num_updates: int = 0
+    updating: bool = False  # inside optimizer.step: what fails now has already changed something
     _bad_loss: torch.Tensor | None = None
 
     # ---------------------------------------------------------------- forward
@@ -61,6 +64,7 @@ class Engine:
                 output = original(*args, **kwargs)
             if self.amp is not None:
                 output = precision.to_fp32(output)
+            self.meeting.drain()
             labels = kwargs.get("labels")
             # `num_items_in_batch` says that the caller weights the loss itself (transformers' Trainer).
             if not (self.weights.tokens and torch.is_grad_enabled() and isinstance(labels, torch.Tensor)):
@@ -96,7 +100,8 @@ class Engine:
             if zero.conditional:
                 self.meeting.drain()
                 if synchronised:
-                    self._drop_unused(zero)
+                    for param in conditional.used_by_nobody(zero):
+                        param.sharded_param.grad = None
         if synchronised:
             factor = self.weights.remaining_factor(num_steps)
             if not isinstance(factor, float) or factor != 1.0:
@@ -128,14 +133,14 @@ class Engine:
             if parameter.requires_grad:
                 parameter.register_post_accumulate_grad_hook(on_gradient)
 
-    def _drop_unused(self, zero: ZeroModel) -> None:
-        """A parameter that no rank used has no gradient (so no weight decay), as in one process."""
-        params = [p for p in fsdp.iterate_params(zero.modules) if p.sharded_param.requires_grad]
-        used = torch.tensor([p in zero.used for p in params], dtype=torch.uint8)
-        comm.all_reduce(used, self.mesh.world_group, torch.distributed.ReduceOp.MAX, label="used parameters")
-        for param, flag in zip(params, used.tolist(), strict=True):
-            if not flag:
-                param.sharded_param.grad = None
+    def _serve(self, op: int, unit: int) -> None:
+        for zero in self.models:
+            if conditional.serve(zero, op, unit):
+                return
+
+    def serve_conditional(self) -> None:
+        """From now on ranks take part in what others need (`ZeroPlugin(conditional_modules=True)`)."""
+        self.meeting.serve = self._serve
 
     # ----------------------------------------------------------------- update
 
@@ -153,7 +158,10 @@ class Engine:
         if stepped:
             if self.gradient_clipping:
                 self.last_norm = self.clip(optimizer.parameters(), self.gradient_clipping)
+            self.updating = True
             optimizer.local.step()
+            self.updating = False
+            self.num_updates += 1
         if self.scaler is not None:
             self.scaler.update()
         for zero in self.models:

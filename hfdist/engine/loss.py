@@ -20,19 +20,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from hfdist import comm
 
 Number = float | torch.Tensor
-
-
-def count_labels(model: nn.Module, labels: torch.Tensor) -> torch.Tensor:
-    """Number of targets that count in the loss, a 0-dim int64 tensor: all but -100, for causal models shifted by one."""
-    if labels.is_floating_point():
-        return torch.tensor(labels.numel(), device=labels.device)
-    shifted = labels.ndim >= 2 and "CausalLM" in str(getattr(model, "loss_type", None) or "")
-    return ((labels[..., 1:] if shifted else labels) != -100).sum()
 
 
 @dataclass

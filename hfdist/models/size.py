@@ -11,8 +11,7 @@ from hfdist.plan.sizes import ModelSize, Unit
 def model_size(model: nn.Module, block_classes: tuple[str, ...] | None = None) -> ModelSize:
     """Shapes by unit, the same before and after sharding. 0-dim parameters, which stay whole, are left out.
 
-    What the root defines before the first block (input embeddings) gets its gradient last, unless it is tied to
-    something behind the blocks.
+    What the root defines before the first block (input embeddings) gets its gradient last.
     """
     blocks = find_blocks(model, block_classes)
     names = [name + "." for name, _ in blocks]
@@ -27,8 +26,9 @@ def model_size(model: nn.Module, block_classes: tuple[str, ...] | None = None) -
     tied = early.keys() & late.keys()
     return ModelSize(
         blocks=tuple(_unit(list(module.parameters())) for _, module in blocks),
-        root_early=_unit(list(early.values())),
+        root_early=_unit([parameter for key, parameter in early.items() if key not in tied]),
         root_late=_unit([parameter for key, parameter in late.items() if key not in tied]),
+        root_tied=_unit([late[key] for key in late if key in tied]),
     )
 
 

@@ -7,6 +7,7 @@ Tested against every torch minor version that `pyproject.toml` allows (`tests/pa
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 
 import torch
@@ -79,6 +80,25 @@ def take_shard(param: FSDPParam, whole: torch.Tensor) -> torch.Tensor:
     return whole[start : start + param.sharded_size[0]].clone()
 
 
+@contextlib.contextmanager
+def unmet(group: FSDPParamGroup) -> Iterator[None]:
+    """Inside, the group's gather does not announce itself: the ranks have met already."""
+    met = group._all_gather_comm
+    group._all_gather_comm = met.without_meeting()  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        group._all_gather_comm = met
+
+
+def make_gathered_form(param: FSDPParam) -> None:
+    """Give a parameter that was never gathered on this rank the (empty, freed) gathered form that FSDP2 looks for."""
+    numel = param.padded_sharded_param_size.numel() * param.mesh_info.shard_mesh_size  # type: ignore[union-attr]
+    param.init_all_gather_outputs([numel], [param.param_dtype or param.orig_dtype], 1, param.device)
+    param.init_unsharded_param()
+    param.free_unsharded_param()
+
+
 def undo_fully_shard(module: nn.Module, whole: dict[FSDPParam, torch.Tensor]) -> None:
     """Take `fully_shard` off `module` (not off its children), registering the `whole` plain parameters it managed."""
     state = module._get_fsdp_state()
@@ -112,18 +132,3 @@ def undo_fully_shard(module: nn.Module, whole: dict[FSDPParam, torch.Tensor]) ->
                 managed.__dict__.pop("_fsdp_use_orig_params", None)
     state._fsdp_param_groups = []
     state._modules = ()
-
-
-__all__ = [
-    "FSDPParam",
-    "FSDPParamGroup",
-    "fully_shard",
-    "gather_whole",
-    "has_gradient",
-    "iterate_params",
-    "name_of",
-    "param_group",
-    "shard_group",
-    "take_shard",
-    "undo_fully_shard",
-]

@@ -77,7 +77,6 @@ class ZeroModel:
         if group is None:
             return
         unit = self.unit_numbers[name]
-        group.reduce_scatter_unused_params = self.conditional
         module.set_custom_all_gather(_MetAllGather(self.meeting, unit, name))
         module.set_custom_reduce_scatter(_CountedReduceScatter(name))
         original = group.post_backward
@@ -141,9 +140,20 @@ class ZeroModel:
         if not group.reduce_grads or not any(flags):
             original()
             return
+        if self.meeting.group is not None:
+            _try_buffers(group)
         if self.conditional:
             self.used.update(param for param, flag in zip(group.fsdp_params, flags, strict=True) if flag)
-            self.meeting.run(comm.REDUCE, unit, collective=original)
+
+            def reduce_all() -> None:
+                # Ranks reduce the same parameters whatever each of them used; what it did not use counts zero.
+                group.reduce_scatter_unused_params = True
+                try:
+                    original()
+                finally:
+                    group.reduce_scatter_unused_params = False
+
+            self.meeting.run(comm.REDUCE, unit, collective=reduce_all)
         else:
 
             def describe() -> str:
@@ -151,7 +161,7 @@ class ZeroModel:
                 return f"reduces the gradients of {', '.join(names)}"
 
             self.meeting.run(comm.REDUCE, unit, comm.checksum(flags), original, describe)
-        _record_all_reduce(group, flags, name)
+        _record_all_reduce(group, flags, name, whole_group=self.conditional)
 
 
 def build_zero_model(
@@ -222,8 +232,12 @@ def _check_one_dtype(name: str, module: nn.Module, inside: list[nn.Module]) -> N
 class _MetAllGather(AllGather):
     """FSDP2's all-gather, after the ranks agreed on the unit."""
 
-    def __init__(self, meeting: comm.Meeting, unit: int, name: str) -> None:
+    def __init__(self, meeting: comm.Meeting | None, unit: int, name: str) -> None:
         self.meeting, self.unit, self.name = meeting, unit, name
+
+    def without_meeting(self) -> _MetAllGather:
+        """The same gather for a rank that has met the others already."""
+        return _MetAllGather(None, self.unit, self.name)
 
     def allocate(self, size: tuple[int, ...], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
@@ -235,9 +249,13 @@ class _MetAllGather(AllGather):
         group: dist.ProcessGroup,
         async_op: bool = False,
     ) -> None:
-        self.meeting.run(
-            comm.GATHER, self.unit, collective=lambda: comm.all_gather(output_tensor, input_tensor, group, self.name)
-        )
+        def gather() -> None:
+            comm.all_gather(output_tensor, input_tensor, group, self.name)
+
+        if self.meeting is None:
+            gather()
+        else:
+            self.meeting.run(comm.GATHER, self.unit, collective=gather)
 
 
 class _CountedReduceScatter(ReduceScatter):
@@ -261,12 +279,18 @@ class _CountedReduceScatter(ReduceScatter):
         comm.reduce_scatter(output_tensor, input_tensor, group, mean=mean, label=self.name)
 
 
-def _record_all_reduce(group: fsdp.FSDPParamGroup, flags: list[bool], name: str) -> None:
+def _try_buffers(group: fsdp.FSDPParamGroup) -> None:
+    """Allocate and free what the reduction will need, so that a rank without memory fails before the others wait."""
+    numel = sum(p._orig_size.numel() for p in group.fsdp_params if fsdp.has_gradient(p))
+    torch.empty(3 * numel, dtype=group._reduce_dtype or group._orig_dtype, device=group.device)
+
+
+def _record_all_reduce(group: fsdp.FSDPParamGroup, flags: list[bool], name: str, *, whole_group: bool) -> None:
     """FSDP2 calls the all-reduce over replicas itself; count what it sends."""
     replicas = getattr(group.mesh_info, "replicate_process_group", None)
     if replicas is None or replicas.size() == 1 or not group.all_reduce_grads or not comm.wire.is_recording():
         return
-    params = [p for p, flag in zip(group.fsdp_params, flags, strict=True) if flag or group.reduce_scatter_unused_params]
+    params = [p for p, flag in zip(group.fsdp_params, flags, strict=True) if flag or whole_group]
     dtype = group._reduce_dtype or params[0].param_dtype or params[0].orig_dtype
     nbytes = sum(p.padded_sharded_param_size.numel() for p in params) * dtype.itemsize
     size = replicas.size()

@@ -105,6 +105,7 @@ class _Walk:
     _prefetched: int | None = None  # unit whose all-gather output waits to be copied out
     _kept_output: int = 0  # bytes of the last all-gather output of a forward
     _kept_input: int = 0  # bytes of the last reduction's input
+    _pending: int = 0  # bytes of gradients that autograd has in part
     _whole: dict[int, int] = field(default_factory=dict)  # unit -> bytes of gradients that wait whole
 
     def __post_init__(self) -> None:
@@ -139,13 +140,16 @@ class _Walk:
         compute = self.layout.compute_bytes
         self._gather(self.root, keep_output=False)
         self._prefetch(self.root - 1)
+        # A tied weight's gradient is complete after its last use; until then autograd holds the head's part.
+        self._pending = compute * self.model.root_tied.num_trainable
         self._arrive(self.root, compute * self.model.root_early.num_trainable)
         for block in reversed(range(self.root)):
             self._gather(block, keep_output=False)
             self._prefetch(block - 1)
             self._arrive(block, compute * self.units[block].num_trainable)
             self._post_backward(block)
-        self._arrive(self.root, compute * self.model.root_late.num_trainable)
+        self._pending = 0
+        self._arrive(self.root, compute * (self.model.root_late.num_trainable + self.model.root_tied.num_trainable))
         self._post_backward(self.root)
         self.now.communication -= self._kept_input
         self._kept_input = 0
@@ -238,4 +242,4 @@ class _Walk:
     def _look(self, extra: int = 0) -> None:
         for owner, nbytes in vars(self.now).items():
             setattr(self.peak, owner, max(getattr(self.peak, owner), nbytes))
-        self.peak_total = max(self.peak_total, self.now.total + extra)
+        self.peak_total = max(self.peak_total, self.now.total + self._pending + extra)

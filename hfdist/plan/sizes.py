@@ -1,8 +1,9 @@
 """What a plan is made of: the sizes of a model's units, and the layout it is asked to train in.
 
 A *unit* is what is gathered, reduced and freed as one: each block of the model, and the root (everything else). The
-root's parameters come in two parts, since their gradients do: those of the norm and the head before any block's, those
-of the input embeddings after all of them (with tied embeddings all of them come early).
+root's parameters come in three parts, since their gradients do: those of the norm and the head before any block's, those
+of the input embeddings after all of them, and those of a weight tied to both last as well, though autograd holds the
+head's part of it from the start.
 """
 
 from __future__ import annotations
@@ -59,29 +60,31 @@ class ModelSize:
     """Units in the order of a forward pass."""
 
     blocks: tuple[Unit, ...] = ()
-    root_early: Unit = Unit()  # norm and head (and tied embeddings): gradients come before the blocks'
+    root_early: Unit = Unit()  # norm and head: gradients come before the blocks'
     root_late: Unit = Unit()  # input embeddings: gradients come after the blocks'
+    root_tied: Unit = Unit()  # weights used on both sides of the blocks: complete after them, held in part before
 
     @classmethod
     def of(cls, num_parameters: int, *, num_blocks: int = 0, num_root: int = 0, tied: bool = True) -> ModelSize:
         """From counts: `num_blocks` equal blocks share what is left of `num_parameters` after the root's `num_root`.
 
-        Without blocks the whole model is one unit. Untied, half of the root counts as input embeddings.
+        Without blocks the whole model is one unit. Tied, all of the root counts as one matrix; untied, half of it as
+        input embeddings.
         """
         if num_blocks == 0:
             return cls(root_early=Unit(((num_parameters,),)))
         each, rest = divmod(num_parameters - num_root, num_blocks)
-        late = 0 if tied else num_root // 2
+        late = num_root // 2
+        sizes = {"root_tied": num_root} if tied else {"root_late": late, "root_early": num_root - late}
         return cls(
             blocks=tuple(Unit(((each + (index < rest),),)) for index in range(num_blocks)),
-            root_early=Unit(((num_root - late,),)) if num_root - late else Unit(),
-            root_late=Unit(((late,),)) if late else Unit(),
+            **{name: Unit(((numel,),)) for name, numel in sizes.items() if numel},
         )
 
     @property
     def root(self) -> Unit:
         """Everything outside the blocks."""
-        return self.root_early + self.root_late
+        return self.root_early + self.root_late + self.root_tied
 
     @property
     def units(self) -> tuple[Unit, ...]:

@@ -78,7 +78,7 @@ def windows_of(cell: Cell) -> list[Window]:
 def recipe_of(cell: Cell) -> Recipe:
     """Muon orthogonalises in bf16 inside: where inputs differ by fp32's rounding an element may round the other way, which
     moves a parameter by up to 1e-2 of the learning rate. In fp32 the rate is small enough for that not to show."""
-    return Recipe(cell.optimizer, lr=2e-4) if (cell.optimizer, cell.dtype) == ("muon", "fp32") else Recipe(cell.optimizer)
+    return Recipe(cell.optimizer, lr=5e-5) if (cell.optimizer, cell.dtype) == ("muon", "fp32") else Recipe(cell.optimizer)
 
 
 def oracle_of(cell: Cell) -> list[Step]:

@@ -7,6 +7,7 @@ own `full_tensor` (gradients) and `accelerator.get_state_dict` (parameters), so 
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -78,18 +79,26 @@ def run_windows(
     windows: list[Window],
     *,
     clip: float | None,
-    schedulers: list[Any] = (),  # type: ignore[assignment]
+    schedulers: Sequence[Any] = (),
+    between: Callable[[int], None] | None = None,
 ) -> RankRun:
-    """The loop of accelerate's documentation over `windows`, recorded at each optimizer step."""
+    """The loop of accelerate's documentation over `windows`, recorded at each optimizer step.
+
+    `between(index)` runs before each window: what a test wants done between two steps.
+    """
     rank = accelerator.process_index
     recorder = Recorder(accelerator, model, optimizers)
-    for window in windows:
+    for index, window in enumerate(windows):
+        if between is not None:
+            between(index)
+        scale = 1.0 if accelerator.scaler is None else accelerator.scaler.get_scale()
         for micro in window:
             with accelerator.accumulate(model):
                 loss = model(**micro[rank]).loss
                 recorder.loss(loss, micro[rank])
                 accelerator.backward(loss)
                 if accelerator.sync_gradients:
+                    accelerator.unscale_gradients()
                     recorder.gradients()
                     norm = accelerator.clip_grad_norm_(model.parameters(), NEVER if clip is None else clip)
                     recorder.norm(norm, clipped=clip is not None)
@@ -99,7 +108,7 @@ def run_windows(
                     scheduler.step()
                 for optimizer in optimizers:
                     optimizer.zero_grad()
-        recorder.step()
+        recorder.step(skipped=accelerator.optimizer_step_was_skipped, scale=scale)
     return recorder.result()
 
 

@@ -1,0 +1,151 @@
+"""`HFDIST_ENGINE=native`: the same yaml on accelerate's own engine, on a machine without accelerator too.
+
+    DEEPSPEED   gloo handed to DeepSpeed's own initialisation (ACCELERATE_USE_CPU would turn DeepSpeed off)
+    FSDP        a gloo group made first and shown to accelerate as MULTI_GPU, the only type it turns into FSDP
+    MULTI_GPU   ACCELERATE_USE_CPU=true
+
+Nothing else changes: yaml, json and arguments reach accelerate as they are. DeepSpeed ignores the json's "hfdist" key.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import os
+import shutil
+import sys
+import time
+from collections.abc import Mapping, MutableMapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import accelerate
+
+from hfdist import launch
+from hfdist.config import Settings, launched_sections, read_native_settings
+from hfdist.errors import ConfigError, say
+
+logger = logging.getLogger(__name__)
+
+_LOCK_WAIT = 30.0  # seconds another rank may take to remove a lock that a killed build left
+
+
+class NativeAccelerator(accelerate.Accelerator):
+    """accelerate's Accelerator, unchanged but for its start. `settings.engine` is "native".
+
+    Raises ConfigError for `plugins=`, which only hfdist's engine reads, and for a missing compiler under DeepSpeed.
+    """
+
+    def __init__(self, *args: Any, plugins: Sequence[object] = (), **kwargs: Any) -> None:
+        if plugins:
+            raise ConfigError(
+                say(
+                    given="HFDIST_ENGINE=native and Accelerator(plugins=[...])",
+                    expected="settings that accelerate's own engine reads",
+                    do="Write them in the yaml, or leave HFDIST_ENGINE out.",
+                )
+            )
+        self.settings: Settings = read_native_settings(os.environ)
+        launch.verify_not_alone(os.environ)
+        launch.forget_lonely_state(os.environ)
+        sections = launched_sections(os.environ)
+        if "DEEPSPEED" in sections:
+            prepare_op_build(os.environ)
+        if int(os.environ.get("WORLD_SIZE", "1")) > 1 and not launch.has_accelerator_each(os.environ):
+            if "DEEPSPEED" in sections:
+                kwargs["kwargs_handlers"] = _with_gloo(kwargs.get("kwargs_handlers") or [])
+            elif "FSDP" in sections:
+                _start_gloo_as_multi_gpu(kwargs.get("kwargs_handlers") or [])
+            else:
+                os.environ["ACCELERATE_USE_CPU"] = "true"
+        super().__init__(*args, **kwargs)
+        if self.is_main_process:
+            for notice in self.settings.notices:
+                logger.warning(notice)
+
+
+def _with_gloo(handlers: Sequence[Any]) -> list[Any]:
+    """The handlers with an `InitProcessGroupKwargs` whose backend is gloo; a given one keeps its timeout."""
+    from accelerate.utils import InitProcessGroupKwargs
+
+    kept = [handler for handler in handlers if not isinstance(handler, InitProcessGroupKwargs)]
+    given = [handler for handler in handlers if isinstance(handler, InitProcessGroupKwargs)]
+    own = dataclasses.replace(given[0], backend="gloo") if given else InitProcessGroupKwargs(backend="gloo")
+    return [*kept, own]
+
+
+def _start_gloo_as_multi_gpu(handlers: Sequence[Any]) -> None:
+    """Make the gloo group and accelerate's `PartialState`, and call it MULTI_GPU: AcceleratorState then enters FSDP.
+
+    accelerate 1.15 asks for one of its accelerator types before it looks at FSDP; its FSDP2 itself runs on gloo
+    (checked: gradients, clipping, gather, get_state_dict).
+    """
+    from accelerate.state import PartialState
+    from accelerate.utils import DistributedType, InitProcessGroupKwargs
+
+    if PartialState._shared_state:
+        return  # a second Accelerator
+    given = [handler.to_kwargs() for handler in handlers if isinstance(handler, InitProcessGroupKwargs)]
+    options = {name: value for name, value in (given[0] if given else {}).items() if name != "backend"}
+    PartialState(cpu=True, **options)
+    PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
+
+
+def prepare_op_build(environ: MutableMapping[str, str]) -> None:
+    """DeepSpeed builds an op at first use. Give it a directory of its own, ninja, a compiler, and no left-over lock.
+
+    Raises ConfigError when there is no compiler, or when a lock of a killed build cannot be removed.
+    """
+    environ.setdefault("TORCH_EXTENSIONS_DIR", str(_cache_directory(environ) / "torch_extensions"))
+    if shutil.which("ninja", path=environ.get("PATH")) is None:
+        environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{environ.get('PATH', '')}"
+    compiler = environ.get("CXX", "c++")
+    if shutil.which(compiler) is None and shutil.which("g++") is None:
+        raise ConfigError(
+            say(
+                given=f"HFDIST_ENGINE=native with a DEEPSPEED yaml, and no C++ compiler ({compiler}, g++)",
+                expected="a compiler: DeepSpeed builds an op when it first runs",
+                do="Install one (g++), or run hfdist's own engine, which needs none.",
+            )
+        )
+    folder = Path(environ["TORCH_EXTENSIONS_DIR"])
+    deadline = time.monotonic() + _LOCK_WAIT
+    while stale := find_stale_locks(folder):
+        if environ.get("LOCAL_RANK", "0") == "0":
+            launch.log_once(f"removing what a killed DeepSpeed build left: {', '.join(map(str, stale))}")
+            for lock in stale:
+                lock.unlink(missing_ok=True)
+        elif time.monotonic() > deadline:
+            raise ConfigError(
+                say(
+                    given=f"{stale[0]}, the lock of a DeepSpeed build that no process works on",
+                    expected="no lock, since DeepSpeed would wait for it for ever",
+                    do="Delete that file and start again.",
+                )
+            )
+        else:
+            time.sleep(0.2)
+
+
+def find_stale_locks(folder: Path) -> list[Path]:
+    """Lock files of torch's extension builds under `folder` that no living process holds open."""
+    locks = [path for path in folder.glob("**/lock") if path.is_file()]
+    if not locks:
+        return []
+    import psutil
+
+    held: set[str] = set()
+    for process in psutil.process_iter():
+        try:
+            held.update(file.path for file in process.open_files())
+        except (psutil.Error, OSError):
+            continue
+    return [lock for lock in locks if lock.exists() and str(lock.resolve()) not in held]
+
+
+def _cache_directory(environ: Mapping[str, str]) -> Path:
+    """Where hfdist keeps what it may rebuild: HFDIST_CACHE, else the user's cache directory."""
+    root = environ.get("HFDIST_CACHE")
+    if root:
+        return Path(root)
+    return Path(environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hfdist"

@@ -11,6 +11,7 @@ import contextlib
 import inspect
 import logging
 import os
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -53,12 +54,11 @@ class Accelerator(accelerate.Accelerator):
         if resolve_engine(os.environ) == "native":
             from hfdist.native import NativeAccelerator
 
-            kwargs.pop("plugins", None)
             return NativeAccelerator(*args, **kwargs)
         return super().__new__(cls)
 
     def __init__(self, *args: Any, plugins: Sequence[Plugin] = (), **kwargs: Any) -> None:
-        names = [n for n in inspect.signature(accelerate.Accelerator.__init__).parameters if n != "self"]
+        names = list(inspect.signature(super().__init__).parameters)
         kwargs.update(zip(names, args, strict=False))
         self.settings, kwargs = resolve_settings(plugins=plugins, accelerator_kwargs=kwargs, environ=os.environ)
         with engine_environment(self.settings):
@@ -68,10 +68,11 @@ class Accelerator(accelerate.Accelerator):
         self.scaler = self.engine.scaler
         self._replaced: WeakIdKeyDictionary = WeakIdKeyDictionary()  # parameter before sharding -> after
         self._undo: list[Callable[[], None]] = []
-        norm.redirect_torch_clipping(self.engine.owns, self.engine.clip)
+        self._undo.append(norm.redirect_torch_clipping(self.engine))
+        self._undo.append(fsdp.reduce_before_item(weakref.ref(self.engine.meeting)))
         if self.settings.zero.load_sharded or (self.settings.zero.load_sharded is None and self.zero_stage == 3):
             masters = torch.float32 if self.settings.amp is not None else None
-            self._undo.append(loading.load_into_shards(self._shard_on_meta, masters))
+            self._undo.append(loading.load_into_shards(weakref.WeakMethod(self._shard_on_meta), masters))
         if self.is_main_process:
             for notice in self.settings.notices:
                 logger.warning(notice)
@@ -101,6 +102,10 @@ class Accelerator(accelerate.Accelerator):
             engine.scaler = LossScaler(settings.amp, self.device.type, meeting, engine.name_of)
         if settings.zero.conditional_modules:
             engine.serve_conditional()
+        if settings.zero.escalate_on_oom:
+            # gloo starts threads for a new group, and aborts the process when there is no memory left for them.
+            mesh.for_stage(0)
+            mesh.for_stage(3)
         self._zero_stage = settings.zero.stage
         return engine
 
@@ -118,6 +123,15 @@ class Accelerator(accelerate.Accelerator):
                     do="Leave it out to place everything.",
                 )
             )
+        for item in args:
+            if type(item).__name__ in ("DummyOptim", "DummyScheduler"):
+                raise ConfigError(
+                    say(
+                        given=f"accelerate's {type(item).__name__}, which stands for a section of a DeepSpeed json",
+                        expected="a torch optimizer or scheduler",
+                        do="Build it in the script; hfdist does not make optimizers from the json.",
+                    )
+                )
         results: list[Any] = list(args)
         order = (nn.Module, torch.utils.data.DataLoader, torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler)
         for kind in order:
@@ -387,7 +401,6 @@ class Accelerator(accelerate.Accelerator):
         self._undo.clear()
         for model in self._models:
             model.__dict__.pop("_is_accelerate_prepared", None)
-        norm.restore_torch_clipping()
         self.engine.models.clear()
         self.engine.optimizers.clear()
         return super().free_memory(*objects)

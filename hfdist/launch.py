@@ -23,6 +23,8 @@ from hfdist.errors import ConfigError, nearest, say
 
 logger = logging.getLogger(__name__)
 
+_RELAUNCHED = "HFDIST_RELAUNCHED"
+
 
 @contextmanager
 def engine_environment(settings: Settings) -> Iterator[None]:
@@ -107,7 +109,8 @@ def relaunch_if_alone(
 
     Alone (no WORLD_SIZE: `python recipes/X.py`, or `accelerate launch recipes/X.py` on a machine without accelerator):
     this process becomes `accelerate launch --config_file hfdist/configs/X.yaml recipes/X.py ...`; it does not return.
-    A worker (WORLD_SIZE set): takes the sections of X.yaml if the launch carried none and named no config. Returns.
+    A worker (WORLD_SIZE set), or one process that is to stay one, takes the sections of X.yaml, if its launch carried
+    none and named no config, and returns.
 
     The number of processes is `num_processes`, else what the launcher was asked for, else X.yaml's, but no more than
     there are accelerators where there are some. A config named on the command line that starts one process is obeyed.
@@ -124,6 +127,18 @@ def relaunch_if_alone(
         verify_not_alone(os.environ)
         return
     asked = num_processes or (command.asked_processes if command else None) or _default_processes(config)
+    if asked == 1 and resolve_engine(os.environ) == "hfdist":
+        _adopt(config, os.environ)
+        return
+    if _RELAUNCHED in os.environ:  # a launcher that starts no group would be asked again without end
+        raise ConfigError(
+            say(
+                given=f"{recipe_file}, launched under {config.name} and again without WORLD_SIZE",
+                expected="the launcher to start a group of processes",
+                do=f"Unset {_RELAUNCHED} if it is left over, and give {config.name} a distributed_type that does.",
+            )
+        )
+    os.environ[_RELAUNCHED] = "1"
     precision = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
     words = [sys.executable, "-m", "accelerate.commands.launch"]
     if _launcher_imports_deepspeed(config):
@@ -208,7 +223,7 @@ def _launcher_imports_deepspeed(config: Path) -> bool:
 
 def _adopt(config: Path, environ: MutableMapping[str, str]) -> None:
     """Put the sections of `config` in `environ`; a precision that the launch itself was told stays."""
-    for name, value in environment_of_yaml(config, num_processes=int(environ["WORLD_SIZE"])).items():
+    for name, value in environment_of_yaml(config, num_processes=int(environ.get("WORLD_SIZE", "1"))).items():
         said = environ.get(name)
         if said is None or (name == "ACCELERATE_MIXED_PRECISION" and said == "no"):
             environ[name] = value

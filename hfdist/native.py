@@ -109,6 +109,8 @@ def prepare_op_build(environ: MutableMapping[str, str]) -> None:
             )
         )
     folder = Path(environ["TORCH_EXTENSIONS_DIR"])
+    if not any(folder.glob("**/*.so")):
+        launch.log_once("DeepSpeed builds an op first, once: a minute or two of compiler time, in silence")
     deadline = time.monotonic() + _LOCK_WAIT
     while stale := find_stale_locks(folder):
         if environ.get("LOCAL_RANK", "0") == "0":

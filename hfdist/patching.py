@@ -29,6 +29,7 @@ def patch() -> None:
         launch.ensure_one_group(os.environ)
     import accelerate
 
+    import hfdist.native  # noqa: F401  its class is made from accelerate's own, which is about to be replaced
     from hfdist.accelerator import Accelerator
 
     original = accelerate.Accelerator

@@ -1,8 +1,8 @@
 """Plain Accelerate: the loop that every other recipe keeps.
 
-The idea. `accelerate.Accelerator` wraps the model in torch's DistributedDataParallel, deals the batches to the ranks and
-moves tensors to devices. hfdist trains nothing here, it only supplies arguments, data and the report; this is the script
-that the other recipes start from, and the curve they are held against.
+The idea. `accelerate.Accelerator` wraps the model in torch's DistributedDataParallel, deals the batches to the ranks
+and moves tensors to devices. hfdist trains nothing here, it only supplies arguments, data and the report; this is
+the script that the other recipes start from, and the curve they are held against.
 
 Wires. Each rank computes the gradients of its own micro-batch; all-reduces average them bucket by bucket while backward
 still runs: 2 (N-1)/N x 4P bytes sent by each rank per optimizer step. P = 9,445,440 parameters on N = 2 ranks: 37.8 MB.

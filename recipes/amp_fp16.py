@@ -9,8 +9,8 @@ The optimizer steps fp32 masters. `mixed_precision: fp16` in the yaml is all tha
 Wires. Gradients are reduced in fp32: 2 (N-1)/N x 4P bytes, P = 615,232 (`--model tiny`), N = 2: 2.5 MB; and one number
 a step in which the ranks agree whether it overflowed.
 
-Memory per rank (stage 0, AdamW): fp32 masters 4P + gradients 4P + optimizer 8P = 16P = 9.8 MB; while computing one block
-at a time is there in fp16 too.
+Memory per rank (stage 0, AdamW): fp32 masters 4P + gradients 4P + optimizer 8P = 16P = 9.8 MB; while computing one
+block at a time is there in fp16 too.
 
     accelerate launch recipes/amp_fp16.py
     accelerate launch --config_file accelerate_configs/amp_fp16.yaml recipes/amp_fp16.py --steps 50

@@ -1,9 +1,10 @@
 """DataParallel: one process, all of the machine's devices, one line.
 
-The idea. `torch.nn.DataParallel` splits each batch over the devices, copies the model to every one of them, runs a thread
-a device, and brings outputs and gradients back to the first. It is the oldest and easiest of them all and what to use
-last: the copy happens in every forward, one device does more than the others, and Python's lock is shared. On a machine
-without devices it falls to the module itself, and this recipe then is the run in one process that others are held against.
+The idea. `torch.nn.DataParallel` splits each batch over the devices, copies the model to every one of them, runs a
+thread a device, and brings outputs and gradients back to the first. It is the oldest and easiest of them all and
+what to use last: the copy happens in every forward, one device does more than the others, and Python's lock is
+shared. On a machine without devices it falls to the module itself, and this recipe then is the run in one process
+that others are held against.
 
 Wires, inside the machine, D devices: per forward the first device sends 4P (D-1) bytes of parameters, per backward it
 receives as much of gradients. P = 9,445,440, D = 2: 37.8 MB each way; without devices 0.

@@ -1,15 +1,15 @@
 """DDP by hand: torch's DistributedDataParallel without an Accelerator around it.
 
-The idea. All ranks hold the same model and work on different micro-batches. DistributedDataParallel hooks each parameter's
-gradient: as soon as a bucket of them is ready in backward, an all-reduce averages it over the ranks, while backward goes
-on below. Equal weights + equal gradients = equal weights after the step; nothing else is ever exchanged. Of k micro-steps
-only the last one reduces: `no_sync()` keeps the others local. Compare with spawn, which reduces by hand, and with
-accelerate_plain, where all this is inside `prepare`, `backward` and `accumulate`.
+The idea. All ranks hold the same model and work on different micro-batches. DistributedDataParallel hooks each
+parameter's gradient: as soon as a bucket of them is ready in backward, an all-reduce averages it over the ranks,
+while backward goes on below. Equal weights + equal gradients = equal weights after the step; nothing else is ever
+exchanged. Of k micro-steps only the last one reduces: `no_sync()` keeps the others local. Compare with spawn, which
+reduces by hand, and with accelerate_plain, where all this is inside `prepare`, `backward` and `accumulate`.
 
 Wires. 2 (N-1)/N x 4P bytes sent by each rank per optimizer step, whatever k. P = 9,445,440, N = 2: 37.8 MB.
 
 Memory per rank (fp32, AdamW). Nothing is sharded, so N does not help:
-    parameters 4P + gradients 4P + optimizer 8P = 16P = 151 MB       (`gradient_as_bucket_view`: else 4P more for buckets)
+    parameters 4P + gradients 4P + optimizer 8P = 16P = 151 MB     (`gradient_as_bucket_view`: else 4P more for buckets)
 
     accelerate launch recipes/ddp.py
     accelerate launch --config_file accelerate_configs/ddp.yaml recipes/ddp.py --steps 50
@@ -27,8 +27,9 @@ def main() -> None:
     args = begin(__file__, engine="none")
     import torch
     from accelerate import PartialState
-    from hfdist.launch import has_accelerator_each
     from torch.nn.parallel import DistributedDataParallel
+
+    from hfdist.launch import has_accelerator_each
 
     # Reads the launcher's environment, joins the process group, picks this rank's device.
     ranks = PartialState(cpu=not has_accelerator_each(os.environ))

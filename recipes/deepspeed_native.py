@@ -1,12 +1,14 @@
 """DeepSpeed itself: the same yaml section that hfdist reads, run by DeepSpeed's engine through accelerate's plugin.
 
-The idea. `deepspeed_config: {zero_stage: 3}` means ZeRO-3 whoever runs it. hfdist runs it on torch FSDP2 and never imports
-deepspeed; with `engine="native"` (or HFDIST_ENGINE=native around any script) accelerate hands it to DeepSpeed, on a CPU
-machine too. The loop is the same: DeepSpeed's engine steps inside `accelerator.backward`. Its first start on a machine
-compiles a communication kernel (a minute, once). The yaml names `gradient_clipping`: left out, DeepSpeed clips at 1.0.
+The idea. `deepspeed_config: {zero_stage: 3}` means ZeRO-3 whoever runs it. hfdist runs it on torch FSDP2 and never
+imports deepspeed; with `engine="native"` (or HFDIST_ENGINE=native around any script) accelerate hands it to
+DeepSpeed, on a CPU machine too. The loop is the same: DeepSpeed's engine steps inside `accelerator.backward`. Its
+first start on a machine compiles a communication kernel (a minute, once). The yaml names `gradient_clipping`: left
+out, DeepSpeed clips at 1.0.
 
 Wires. ZeRO-3: 2k gathers + k reduces of (N-1)/N x 4P per optimizer step, P = 9,445,440, N = 2, k = 1: 56.7 MB is the
-bound. DeepSpeed keeps small models whole between forward and backward (`stage3_max_live_parameters`), which saves a gather.
+bound. DeepSpeed keeps small models whole between forward and backward (`stage3_max_live_parameters`), which saves a
+gather.
 
 Memory per rank (fp32, AdamW): 16P/N = 75.6 MB by the formula; DeepSpeed adds flat fp32 masters (4P/N) beside the shards
 and gradient buffers of its own, which the gradient row of the report does not see.

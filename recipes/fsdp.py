@@ -1,11 +1,12 @@
 """FSDP: accelerate's own Fully Sharded Data Parallel (version 2), for comparison with zero3.
 
-The idea is ZeRO-3's: shards of everything, whole parameters for one block at a time. Here the yaml's FSDP section runs on
-accelerate's engine, which hands the blocks that its wrap policy names to torch's `fully_shard`. Without
+The idea is ZeRO-3's: shards of everything, whole parameters for one block at a time. Here the yaml's FSDP section
+runs on accelerate's engine, which hands the blocks that its wrap policy names to torch's `fully_shard`. Without
 `engine="native"` the same yaml runs on hfdist's engine, which is what zero3 shows; the losses are the same.
 
-Wires. 2k gathers + k reduces of (N-1)/N x 4P per optimizer step of k micro-steps, P = 9,445,440, N = 2: 56.7 MB. On a CPU
-gloo runs a reduce-scatter as a whole all-reduce, so that this engine sends 75.6 MB there (hfdist's zero3 does not).
+Wires. 2k gathers + k reduces of (N-1)/N x 4P per optimizer step of k micro-steps, P = 9,445,440, N = 2: 56.7 MB. On
+a CPU gloo runs a reduce-scatter as a whole all-reduce, so that this engine sends 75.6 MB there (hfdist's zero3 does
+not).
 
 Memory per rank (fp32, AdamW): 16P/N = 75.6 MB for N = 2, plus the one or two blocks that are whole at the time.
 

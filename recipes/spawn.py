@@ -1,9 +1,9 @@
 """Spawn: data parallel with nothing but torch.multiprocessing and one all-reduce.
 
-The idea. One process starts N others with `torch.multiprocessing.spawn`; they find each other through a file, so that no
-port is needed. Each computes gradients on its own micro-batches; then all gradients are laid end to end, summed over the
-ranks by one all-reduce and divided by N. That is all of data parallelism, in the six lines of `average_gradients`; DDP adds
-buckets, so that the wire is busy while backward still runs.
+The idea. One process starts N others with `torch.multiprocessing.spawn`; they find each other through a file, so
+that no port is needed. Each computes gradients on its own micro-batches; then all gradients are laid end to end,
+summed over the ranks by one all-reduce and divided by N. That is all of data parallelism, in the six lines of
+`average_gradients`; DDP adds buckets, so that the wire is busy while backward still runs.
 
 Wires. 2 (N-1)/N x 4P bytes sent by each rank per optimizer step. P = 9,445,440, N = 2: 37.8 MB, as DDP, in one message.
 

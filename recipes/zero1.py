@@ -1,7 +1,8 @@
 """ZeRO-1: each rank keeps the optimizer state of its own 1/N of the parameters.
 
-The idea. Under DDP all N ranks hold the same Adam moments and make the same update. Here a rank averages, updates and owns
-only its shard; the updated shards are then gathered into every rank's whole working copy, which forward and backward use.
+The idea. Under DDP all N ranks hold the same Adam moments and make the same update. Here a rank averages, updates
+and owns only its shard; the updated shards are then gathered into every rank's whole working copy, which forward and
+backward use.
 
 Wires, in units of (N-1)/N x 4P bytes sent by each rank; an optimizer step of k micro-steps costs 1 gather + 1 reduce:
 gradients stay whole until the last micro-step, so k does not matter. P = 9,445,440, N = 2: 2 x 18.9 = 37.8 MB, as DDP.

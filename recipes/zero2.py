@@ -1,7 +1,7 @@
 """ZeRO-2: each rank keeps the optimizer state and the gradients of its own 1/N of the parameters.
 
-The idea. As ZeRO-1, but gradients are reduced to their owner as soon as a block's backward is done, in every micro-step:
-no rank ever holds more than one block's whole gradients.
+The idea. As ZeRO-1, but gradients are reduced to their owner as soon as a block's backward is done, in every
+micro-step: no rank ever holds more than one block's whole gradients.
 
 Wires, in units of (N-1)/N x 4P bytes sent by each rank; an optimizer step of k micro-steps costs 1 gather + k reduce.
 P = 9,445,440, N = 2, k = 1: 37.8 MB, as DDP; with k = 4: 94.5 MB, the price of never holding whole gradients.

@@ -1,12 +1,12 @@
 """ZeRO-3: each rank keeps 1/N of everything; what does not fit on one rank trains on N.
 
-The idea. As ZeRO-2, and the parameters too are only there as shards. A block's whole parameters are gathered just before
-it runs, forward and again backward, and dropped after. The model never exists on one rank: with a checkpoint to load
-(`--model`), `from_pretrained` reads straight into the shards, since an Accelerator is alive.
+The idea. As ZeRO-2, and the parameters too are only there as shards. A block's whole parameters are gathered just
+before it runs, forward and again backward, and dropped after. The model never exists on one rank: with a checkpoint
+to load (`--model`), `from_pretrained` reads straight into the shards, since an Accelerator is alive.
 
-Wires, in units of (N-1)/N x 4P bytes sent by each rank; an optimizer step of k micro-steps costs 2k gathers + k reduces.
-P = 9,445,440, N = 2, k = 1: 3 x 18.9 = 56.7 MB, one and a half times DDP's: what the memory is paid with. (51.4 are sent:
-the embedding stays whole from forward to backward.)
+Wires, in units of (N-1)/N x 4P bytes sent by each rank; an optimizer step of k micro-steps costs 2k gathers + k
+reduces. P = 9,445,440, N = 2, k = 1: 3 x 18.9 = 56.7 MB, one and a half times DDP's: what the memory is paid with.
+(51.4 are sent: the embedding stays whole from forward to backward.)
 
 Memory per rank (fp32, AdamW); DDP's is 16P = 151 MB whatever N:
     kept      parameters 4P/N + gradients 4P/N + optimizer 8P/N = 16P/N      N = 2: 75.6 MB   N = 4: 37.8   N = 64: 2.4

@@ -5,6 +5,7 @@ Everything is a function of plain values, so that a rank and the oracle build th
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -178,7 +179,7 @@ ADAM_EPS = 1e-5
 
 
 class TiedToy(nn.Module):
-    """B01: Embedding(7, 4) tied to Linear(4, 7) without bias; returns logits (batch, 7)."""
+    """B01: Embedding(7, 4) tied to Linear(4, 7) without bias; ids (batch,) to logits (batch, vocab)."""
 
     def __init__(self, vocab: int = 7, width: int = 4) -> None:
         super().__init__()
@@ -187,11 +188,11 @@ class TiedToy(nn.Module):
         self.head.weight = self.embed.weight
 
     def forward(self, ids: Tensor) -> Tensor:
-        return self.head(torch.tanh(self.embed(ids)))
+        return self.head(self.embed(ids))
 
 
 class ScalarToy(nn.Module):
-    """B02: one 0-dim parameter, alone or beside a layer; returns (3,)."""
+    """B02: one 0-dim parameter, alone or times the output of a layer; x (3,) to (3,)."""
 
     def __init__(self, beside: bool = False) -> None:
         super().__init__()
@@ -203,17 +204,61 @@ class ScalarToy(nn.Module):
 
 
 class ChoiceToy(nn.Module):
-    """B05: two modules of the same shape, of which a call uses those named in `use`."""
+    """B05: layers of the same shape, of which a call runs those named in `use`; x (batch, width) to the same."""
 
-    def __init__(self, width: int = 4, bias: bool = True) -> None:
+    def __init__(self, width: int = 4) -> None:
         super().__init__()
-        self.a = nn.Linear(width, width, bias=bias)
-        self.b = nn.Linear(width, width, bias=bias)
+        self.left = nn.Linear(width, width)
+        self.right = nn.Linear(width, width)
+        self.never = nn.Linear(width, width)
 
-    def forward(self, x: Tensor, use: str) -> Tensor:
+    def forward(self, x: Tensor, use: Sequence[str]) -> Tensor:
         for name in use:
             x = getattr(self, name)(x)
         return x
+
+
+class SkippingBlocks(nn.Module):
+    """B05's sibling: residual blocks, of which a call leaves out those in `skip`; x (batch, width) to the same."""
+
+    def __init__(self, width: int = 6, depth: int = 3) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Sequential(nn.Linear(width, width), nn.Tanh()) for _ in range(depth)])
+
+    def forward(self, x: Tensor, skip: Sequence[int] = ()) -> Tensor:
+        for index, block in enumerate(self.blocks):
+            if index not in skip:
+                x = x + block(x)
+        return x
+
+
+class FrozenToy(nn.Module):
+    """B07: a frozen Linear(8, 8) filled with .123 under a trained Linear(8, 2); x (batch, 8) to (batch, 2)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.frozen = nn.Linear(8, 8)
+        self.head = nn.Linear(8, 2)
+        for parameter in self.frozen.parameters():
+            nn.init.constant_(parameter, 0.123)
+            parameter.requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.frozen(x))
+
+
+class WeightedLoss(nn.Module):
+    """B16: each token's loss is w times a given value, so the gradient of w is the mean loss at w = 1.
+
+    values, labels (tokens,) to {"loss": mean over labels that are not -100}.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.ones(1))
+
+    def forward(self, values: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        return {"loss": (self.w * values)[labels != IGNORE].mean()}
 
 
 class SharedMlp(nn.Module):

@@ -42,6 +42,10 @@ EARLY_CLIP = torch.nn.utils.clip_grad_norm_
 GROUP_TIMEOUT = datetime.timedelta(seconds=120)
 
 
+# Accelerators of the running call: freed at its end, or their process groups (and gloo's threads) would pile up.
+_made: list[Any] = []
+
+
 def launch_environment(rank: int, world_size: int, port: int) -> dict[str, str]:
     """What a child of `accelerate launch` on a CPU machine finds in its environment, for one node."""
     env = {"OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true", "ACCELERATE_MIXED_PRECISION": "no"}
@@ -65,7 +69,9 @@ def make_accelerator(*, env: Mapping[str, str] | None = None, **kwargs: Any) -> 
     AcceleratorState._reset_state(True)
     GradientState._reset_state()
     os.environ.update(env or {})
-    return importlib.import_module("hfdist").Accelerator(**kwargs)
+    accelerator = importlib.import_module("hfdist").Accelerator(**kwargs)
+    _made.append(accelerator)
+    return accelerator
 
 
 def serve(rank: int, world_size: int, conn: Connection, log_path: str, stack_path: str, paths: list[str]) -> None:
@@ -133,6 +139,9 @@ def _start_call(rank: int, world_size: int, store: dist.Store | None, call: int)
 
 
 def _end_call(environment: dict[str, str]) -> None:
+    while _made:
+        with contextlib.suppress(Exception):  # after a failed call anything may be half done; the pool is replaced
+            _made.pop().free_memory()
     hfdist = sys.modules.get("hfdist")
     if hfdist is not None and "hfdist.launch" in sys.modules:
         with contextlib.suppress(AttributeError):

@@ -142,7 +142,10 @@ def read_native_settings(environ: Mapping[str, str]) -> Settings:
         pass  # something only the native engine does: the claims read so far stand
     settings = build_settings(ledger, world_size=None)
     notice = f"no effect under HFDIST_ENGINE=native: {', '.join(ignored)}"
-    return dataclasses.replace(settings, engine="native", notices=(notice,) if ignored else ())
+    # Whatever a json's "hfdist" says, accelerate steps schedulers by its own rule.
+    return dataclasses.replace(
+        settings, engine="native", scheduler_step="num_processes", notices=(notice,) if ignored else ()
+    )
 
 
 def _read_basic_arguments(ledger: Ledger, kwargs: Mapping[str, Any]) -> None:

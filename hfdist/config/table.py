@@ -92,7 +92,7 @@ ZERO_FIELDS = (
 )
 
 # HFDIST_* variables that are not settings of a run: paths and switches other parts of hfdist read or set.
-OTHER_VARIABLES = ("launched_as", "cache", "runs", "test", "tests")
+OTHER_VARIABLES = ("launched_as", "relaunched", "cache", "runs", "test", "tests")
 
 
 @dataclass(frozen=True)

@@ -6,31 +6,8 @@ from dataclasses import replace
 from typing import Literal
 
 from hfdist.engine.core import Engine
-from hfdist.parallel import fsdp
-from hfdist.parallel.zero import ZeroModel
-from hfdist.plan import Layout, ModelSize, Unit, explain, format_bytes, plan_step
-
-
-def model_size(zero: ZeroModel) -> ModelSize:
-    """Shapes of a prepared model's units."""
-    embeddings = getattr(zero.model, "get_input_embeddings", lambda: None)()
-    early: list[fsdp.FSDPParam] = []
-    late: list[fsdp.FSDPParam] = []
-    for param in fsdp.iterate_params([zero.model]):
-        tied = bool(param._module_info.shared_modules)
-        (late if param._module_info.module is embeddings and not tied else early).append(param)
-    return ModelSize(
-        blocks=tuple(_unit(list(fsdp.iterate_params([module]))) for _, module in zero.blocks),
-        root_early=_unit(early),
-        root_late=_unit(late),
-    )
-
-
-def _unit(params: list[fsdp.FSDPParam]) -> Unit:
-    return Unit(
-        trainable=tuple(tuple(p._orig_size) for p in params if p.sharded_param.requires_grad),
-        frozen=tuple(tuple(p._orig_size) for p in params if not p.sharded_param.requires_grad),
-    )
+from hfdist.models.size import model_size
+from hfdist.plan import Layout, explain, format_bytes, plan_step
 
 
 def layout(
@@ -64,7 +41,7 @@ def explain_engine(engine: Engine, now: Layout) -> str:
             f"{type(zero.model).__name__.removeprefix('FSDP')} at stage {now.stage}: mesh dp_replicate={replicas} x "
             f"dp_shard={shards}, {len(zero.blocks)} blocks and the root as units."
         )
-        lines.append(explain(model_size(zero), now))
+        lines.append(explain(model_size(zero.model, zero.blocks), now))
     return "\n".join(lines) or "Nothing is prepared yet."
 
 
@@ -72,6 +49,8 @@ def higher_stages(engine: Engine, now: Layout) -> str:
     """What one rank would hold at each stage above the current one, in words."""
     said = []
     for stage in range(now.stage, 4):
-        total = sum(plan_step(model_size(z), replace(now, stage=stage)).memory.peak_total for z in engine.models)
+        there = replace(now, stage=stage)
+        sizes = [model_size(zero.model, zero.blocks) for zero in engine.models]
+        total = sum(plan_step(size, there).memory.peak_total for size in sizes)
         said.append(f"stage {stage} holds {format_bytes(total)} a rank at its peak")
     return "Without activations, " + ", ".join(said) + "."

@@ -71,6 +71,19 @@ class LocalStep:
         ]
         return dict(zip(listed, owner.assign_owners([p.shape for p in listed], size), strict=True))
 
+    def held_here(self) -> dict[nn.Parameter, bool]:
+        """Parameters whose state lives on this rank -> whether it is that of a whole parameter."""
+        held: dict[nn.Parameter, bool] = {}
+        for index, group in enumerate(self.optimizer.param_groups):
+            for parameter in group["params"]:
+                if self._kind(index, parameter) == "element":
+                    held[parameter] = False
+                else:
+                    (shards,) = shard_groups(parameter)
+                    if self.owners(shards.size())[parameter] == shards.rank():
+                        held[parameter] = True
+        return held
+
     @torch.no_grad()
     def step(self) -> None:
         """One `optimizer.step()` on this rank's shards, and on the whole parameters it owns."""
@@ -116,6 +129,9 @@ class LocalStep:
                 group.update({k: v for k, v in used.items() if k not in ("params", "fused")})
             for local, values in local_state.items():
                 state[keys[local]] = values
+            for local, parameter in keys.items():
+                if local is not parameter:
+                    local.grad = None  # or it would outlive the user's zero_grad
         for exchange in exchanges.values():
             exchange.hand_back()
 

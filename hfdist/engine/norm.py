@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import functools
 import math
+import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -108,27 +110,47 @@ def scale_gradients(parameters: Iterable[torch.Tensor], factor: torch.Tensor | f
         torch._foreach_mul_(tensors, factor.to(dtype) if isinstance(factor, torch.Tensor) else factor)
 
 
-def redirect_torch_clipping(mine: Callable[[list[torch.Tensor]], bool], clip: Callable[..., torch.Tensor]) -> None:
-    """Let `torch.nn.utils.clip_grad_norm_` call `clip` for parameters that are `mine`. Repeated calls replace."""
+class Clipper(Protocol):
+    """What `torch.nn.utils.clip_grad_norm_` is redirected to: the engine of an Accelerator."""
 
-    @functools.wraps(_original_clip_grad_norm)
-    def clip_grad_norm_(
-        parameters: torch.Tensor | Iterable[torch.Tensor],
-        max_norm: float,
-        norm_type: float = 2.0,
-        error_if_nonfinite: bool = False,
-        foreach: bool | None = None,
+    def owns(self, parameters: list[torch.Tensor]) -> bool:
+        """Whether any of `parameters` is prepared."""
+
+    def clip(
+        self, parameters: list[torch.Tensor], max_norm: float, norm_type: float, *, error_if_nonfinite: bool
     ) -> torch.Tensor:
-        listed = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-        if mine(listed):
-            return clip(listed, max_norm, norm_type, error_if_nonfinite=error_if_nonfinite)
-        return _original_clip_grad_norm(listed, max_norm, norm_type, error_if_nonfinite, foreach)
-
-    torch.nn.utils.clip_grad_norm_ = clip_grad_norm_
-    clip_grad.clip_grad_norm_ = clip_grad_norm_
+        """Clip, and return the norm before."""
 
 
-def restore_torch_clipping() -> None:
-    """Undo `redirect_torch_clipping`."""
-    torch.nn.utils.clip_grad_norm_ = _original_clip_grad_norm
-    clip_grad.clip_grad_norm_ = _original_clip_grad_norm
+# Weak, so that an Accelerator that goes out of scope takes its process groups with it.
+_clippers: weakref.WeakSet[Clipper] = weakref.WeakSet()
+
+
+def redirect_torch_clipping(clipper: Clipper) -> Callable[[], None]:
+    """Let `torch.nn.utils.clip_grad_norm_` call `clipper` for parameters that it owns; returns the undo."""
+    _clippers.add(clipper)
+    torch.nn.utils.clip_grad_norm_ = _clip_grad_norm_
+    clip_grad.clip_grad_norm_ = _clip_grad_norm_
+
+    def undo() -> None:
+        _clippers.discard(clipper)
+        if not _clippers:
+            torch.nn.utils.clip_grad_norm_ = _original_clip_grad_norm
+            clip_grad.clip_grad_norm_ = _original_clip_grad_norm
+
+    return undo
+
+
+@functools.wraps(_original_clip_grad_norm)
+def _clip_grad_norm_(
+    parameters: torch.Tensor | Iterable[torch.Tensor],
+    max_norm: float,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+    foreach: bool | None = None,
+) -> torch.Tensor:
+    listed = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+    for clipper in list(_clippers):
+        if clipper.owns(listed):
+            return clipper.clip(listed, max_norm, norm_type, error_if_nonfinite=error_if_nonfinite)
+    return _original_clip_grad_norm(listed, max_norm, norm_type, error_if_nonfinite, foreach)

@@ -7,8 +7,10 @@ own update cannot be undone and is an error. Without `ZeroPlugin(escalate_on_oom
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import logging
+import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -73,6 +75,7 @@ def run_step(accelerator: Accelerator, fn: Callable[[Any], Any], batch: Any) -> 
         stage = accelerator.zero_stage + 1
         logger.warning("Out of memory at stage %d (%s): going on at stage %d.", stage - 1, reason, stage)
         accelerator.set_zero_stage(stage)
+        _give_back_to_system()
 
 
 def _drop_step(accelerator: Accelerator) -> None:
@@ -84,8 +87,16 @@ def _drop_step(accelerator: Accelerator) -> None:
             parameter.grad = None
     engine.weights.end_window()
     gc.collect()
+    _give_back_to_system()
     if torch.accelerator.is_available():
         torch.accelerator.memory.empty_cache()
+
+
+def _give_back_to_system() -> None:
+    """glibc keeps freed memory for later; what the next layout needs has other sizes, and the limit is the system's."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
+    if trim is not None:
+        trim(0)
 
 
 def _advice(accelerator: Accelerator) -> str:

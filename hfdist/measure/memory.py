@@ -230,10 +230,12 @@ def _fsdp_groups(model: torch.nn.Module) -> list[FSDPParamGroup]:
 def _in_flight(group: FSDPParamGroup) -> Iterator[torch.Tensor]:
     """Buffers that FSDP2 keeps until a collective it has issued is no longer needed."""
     results = [group._all_gather_result]
-    if group.comm_ctx.all_gather_state is not None:
-        results.append(group.comm_ctx.all_gather_state.all_gather_result)
+    # The context gets its attributes with the first forward.
+    context = vars(group.comm_ctx)
+    if context.get("all_gather_state") is not None:
+        results.append(context["all_gather_state"].all_gather_result)
     yield from (result.all_gather_output for result in results if result is not None)
-    yield from (state.reduce_scatter_input for state in group.comm_ctx.reduce_scatter_states)
+    yield from (state.reduce_scatter_input for state in context.get("reduce_scatter_states", ()))
     if group._all_reduce_state is not None:
         yield group._all_reduce_state.all_reduce_input
 

@@ -26,7 +26,7 @@ def find_blocks(model: nn.Module, block_classes: tuple[str, ...] | None = None) 
     """
     named = [(name, module) for name, module in model.named_modules() if name]
     if block_classes is not None:
-        present = {type(module).__name__ for _, module in named}
+        present = {_class_name(module) for _, module in named}
         for wanted in block_classes:
             if wanted not in present:
                 raise ConfigError(
@@ -36,12 +36,17 @@ def find_blocks(model: nn.Module, block_classes: tuple[str, ...] | None = None) 
                         do="Leave it out to have blocks found from the model's structure.",
                     )
                 )
-        blocks = [(name, module) for name, module in named if type(module).__name__ in block_classes]
+        blocks = [(name, module) for name, module in named if _class_name(module) in block_classes]
     else:
         classes = _own_block_classes(model)
-        blocks = [(name, module) for name, module in named if type(module).__name__ in classes]
+        blocks = [(name, module) for name, module in named if _class_name(module) in classes]
         blocks = blocks or list(_repeated_children(model))
     return _without_shared(model, _outermost(blocks))
+
+
+def _class_name(module: nn.Module) -> str:
+    # `fully_shard` puts a prefix before the class of a module it manages.
+    return type(module).__name__.removeprefix("FSDP")
 
 
 def _own_block_classes(model: nn.Module) -> set[str]:
@@ -49,7 +54,7 @@ def _own_block_classes(model: nn.Module) -> set[str]:
     for module in model.modules():
         classes |= set(getattr(module, "_no_split_modules", None) or ())
     # Some families list their embeddings as not to be split over devices; only repeated modules are blocks.
-    counts = Counter(type(module).__name__ for module in model.modules())
+    counts = Counter(_class_name(module) for module in model.modules())
     return {name for name in classes if counts[name] > 1 or not name.endswith("Embeddings")}
 
 

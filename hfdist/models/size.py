@@ -8,12 +8,14 @@ from hfdist.models.blocks import find_blocks
 from hfdist.plan.sizes import ModelSize, Unit
 
 
-def model_size(model: nn.Module, block_classes: tuple[str, ...] | None = None) -> ModelSize:
+def model_size(model: nn.Module, blocks: list[tuple[str, nn.Module]] | None = None) -> ModelSize:
     """Shapes by unit, the same before and after sharding. 0-dim parameters, which stay whole, are left out.
+
+    `blocks`: (name, module) as found when the model was sharded; None: found now.
 
     What the root defines before the first block (input embeddings) gets its gradient last.
     """
-    blocks = find_blocks(model, block_classes)
+    blocks = find_blocks(model) if blocks is None else blocks
     names = [name + "." for name, _ in blocks]
     early: dict[int, nn.Parameter] = {}
     late: dict[int, nn.Parameter] = {}

@@ -8,7 +8,8 @@ Tested against every torch minor version that `pyproject.toml` allows (`tests/pa
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import weakref
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import nn
@@ -18,6 +19,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+from torch.distributed.tensor import DTensor
 
 from hfdist import comm
 
@@ -132,3 +134,30 @@ def undo_fully_shard(module: nn.Module, whole: dict[FSDPParam, torch.Tensor]) ->
                 managed.__dict__.pop("_fsdp_use_orig_params", None)
     state._fsdp_param_groups = []
     state._modules = ()
+
+
+def reduce_before_item(meeting: weakref.ref[comm.Meeting]) -> Callable[[], None]:
+    """Let `.item()` of a partial DTensor (`p.grad.norm().item()`) give the value over the mesh, after a meeting.
+
+    torch 2.13 gives the local part in silence. Returns the undo.
+    """
+    handlers = DTensor._op_dispatcher._custom_op_handlers
+    scalar = torch.ops.aten._local_scalar_dense.default
+    previous = handlers.get(scalar)
+
+    def item(op: object, args: tuple[DTensor, ...], kwargs: object) -> object:
+        (value,) = args
+        alive = meeting()
+        if alive is not None and any(placement.is_partial() for placement in value.placements):
+            alive.run(comm.SCALARS)
+        return value.full_tensor().item()
+
+    handlers[scalar] = item
+
+    def undo() -> None:
+        if handlers.get(scalar) is item:
+            handlers.pop(scalar)
+            if previous is not None:
+                handlers[scalar] = previous
+
+    return undo

@@ -29,13 +29,15 @@ logger = logging.getLogger(__name__)
 # The handle of the model being loaded in this context, or the function that makes it.
 _sharder: ContextVar[Callable[[nn.Module], ZeroModel] | None] = ContextVar("hfdist_sharder", default=None)
 _loaded: WeakIdKeyDictionary = WeakIdKeyDictionary()  # model -> ZeroModel
+# Weak: gives the function that shards a model on meta, or None once its Accelerator has gone.
+Sharder = Callable[[], Callable[[nn.Module], ZeroModel] | None]
 _installed: list[Callable[[], None]] = []
 # Arguments under which transformers places or changes weights by itself.
 _NOT_WITH = ("device_map", "tp_plan", "tp_size", "distributed_config", "quantization_config", "gguf_file", "state_dict")
 
 
-def load_into_shards(shard: Callable[[nn.Module], ZeroModel], dtype: torch.dtype | None) -> Callable[[], None]:
-    """Make every `from_pretrained` shard with `shard(model on meta)` as it loads; returns the undo.
+def load_into_shards(shard: Sharder, dtype: torch.dtype | None) -> Callable[[], None]:
+    """Make every `from_pretrained` shard with `shard()(model on meta)` as it loads; returns the undo.
 
     `dtype`: load in this dtype whatever the checkpoint has (fp32 masters under mixed precision); None: as asked for.
     """
@@ -51,6 +53,9 @@ def load_into_shards(shard: Callable[[nn.Module], ZeroModel], dtype: torch.dtype
 
     @functools.wraps(original)
     def from_pretrained(cls: type, *args: Any, **kwargs: Any) -> Any:
+        living = shard()
+        if living is None:  # the Accelerator has gone
+            return original(cls, *args, **kwargs)
         used = [name for name in _NOT_WITH if kwargs.get(name) is not None]
         if used or not torch.distributed.is_initialized():
             if used:
@@ -59,7 +64,7 @@ def load_into_shards(shard: Callable[[nn.Module], ZeroModel], dtype: torch.dtype
         if dtype is not None:
             kwargs.pop("torch_dtype", None)
             kwargs["dtype"] = dtype
-        token = _sharder.set(shard)
+        token = _sharder.set(living)
         try:
             # Any config will do: with the three methods below replaced, transformers takes no mesh from it.
             result = original(cls, *args, distributed_config=DistributedConfig(), **kwargs)
@@ -197,6 +202,9 @@ def _finish(model: nn.Module) -> None:
         return
     for param in fsdp.iterate_params(zero.modules):
         current = param._module_info.module._parameters[param._module_info.param_name]
+        # The loader's shards are views into the mapped file: the whole tensor stays mapped, and saving over that file
+        # would pull it from under the model.
+        current._local_tensor = current._local_tensor.detach().clone()
         param._setattr_on_modules(current)
         param.reset_sharded_param()
     for buffer in model.buffers():

@@ -24,6 +24,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
+from torch.utils.hooks import RemovableHandle
 
 from hfdist import comm
 from hfdist.errors import ConfigError, say
@@ -47,6 +48,7 @@ class ZeroModel:
     window_open: bool = False  # between a micro-step without and the one with gradient synchronisation
     used: set[fsdp.FSDPParam] = field(default_factory=set)  # conditional modules: got a gradient on this rank
     unit_numbers: dict[str, int] = field(default_factory=dict)
+    _after_forward: RemovableHandle | None = None
 
     @property
     def units(self) -> list[tuple[str, nn.Module]]:
@@ -64,6 +66,8 @@ class ZeroModel:
 
     def shard_unit(self, name: str, module: nn.Module) -> None:
         """`fully_shard` one unit on the mesh of the current stage and route its collectives through `comm`."""
+        if module is self.model and self._after_forward is not None:
+            self._after_forward.remove()
         fsdp.fully_shard(
             module,
             mesh=self.mesh.for_stage(self.stage),
@@ -71,6 +75,9 @@ class ZeroModel:
             ignored_params=set(self.replicated),
             reshard_after_forward=True,
         )
+        if module is self.model:
+            # After FSDP2's own hook, so that it also finds the root at rest.
+            self._after_forward = module.register_forward_hook(self._rest_after_eval)
         if name not in self.unit_numbers:
             self.unit_numbers[name] = self.meeting.unit(name)
         group = fsdp.param_group(module)
@@ -111,6 +118,17 @@ class ZeroModel:
         """Put every unit at rest: sharded parameters registered, gathered copies freed. No communication."""
         for module in self.modules:
             module.reshard()
+
+    def _rest_after_eval(self, *unused: object) -> None:
+        """After a forward without gradients: free copies, and never hide gradients that wait behind a copy.
+
+        Stages 1 and 2 keep their copy for the next forward when no gradient waits.
+        """
+        if not torch.is_grad_enabled() and (
+            self.stage in (0, 3)
+            or any(param.sharded_param.grad is not None for param in fsdp.iterate_params(self.modules))
+        ):
+            self.reshard()
 
     def reset(self) -> None:
         """Forget an interrupted pass (an exception in forward or backward) with its gradients."""
@@ -255,6 +273,8 @@ class _MetAllGather(AllGather):
         if self.meeting is None:
             gather()
         else:
+            if self.meeting.group is not None:
+                torch.empty_like(output_tensor)  # as `_try_buffers`: gloo makes a second copy of a gather's output
             self.meeting.run(comm.GATHER, self.unit, collective=gather)
 
 

@@ -11,12 +11,13 @@ differs is what lives *during* a step, in the compute dtype of c bytes (fp32 4, 
 `compute="autocast"` 4):
 
     stage   gathered copies        gradients (k = 1 -> k > 1 micro-steps)
-    0       c (root + a block)     4T              -> 4T, plus c (root + a block) when c is not 4
-    1       c P                    4T/N + c units  -> 4T (whole until the last micro-step), plus the same
-    2       c P                    4T/N + c units  -> the same
-    3       c (root + a block)     4T/N + c units  -> the same
+    0       c (root + a block)     4T              -> 4T, plus c new when c is not 4
+    1       c P                    4T/N + c new    -> 4T (whole until the last micro-step), plus c new when c is not 4
+    2       c P                    4T/N + c new    -> 4T/N + c new
+    3       c (root + a block)     4T/N + c new    -> 4T/N + c new
 
-where "units" are the root and one block, whose gradients exist whole until they are reduced. The paper
+where "new" are the gradients that exist whole beside those already reduced or added up: at most the root's and one
+block's; with k = 1 the shards of units that come later are not there yet. `plan_memory` finds the exact peak. The paper
 (arXiv:1910.02054, Adam, half precision) has 16P, 4P + 12P/N, 2P + 14P/N and 16P/N for stages 0 to 3, gathered copies at
 3 left out; `paper_bytes` is that, for comparison.
 """
@@ -223,8 +224,8 @@ class _Walk:
         self._look()
         self.now.gradients -= self._whole.pop(unit, 0)
         reduced = layout.reduce_bytes * self.units[unit].trainable_shard(shards)
-        # The exchange that stands for a reduce-scatter on gloo receives into a buffer of the same size.
-        received = padded if shards > 1 else 0
+        # The exchange that stands for a reduce-scatter on gloo receives the other ranks' rows.
+        received = padded - padded // shards
         stored = MASTER * self.units[unit].trainable_shard(shards)
         self._look(extra=reduced + received)
         accumulates = layout.stage >= 2 and not self.first

@@ -1,9 +1,9 @@
 """What a plan is made of: the sizes of a model's units, and the layout it is asked to train in.
 
 A *unit* is what is gathered, reduced and freed as one: each block of the model, and the root (everything else). The
-root's parameters come in three parts, since their gradients do: those of the norm and the head before any block's, those
-of the input embeddings after all of them, and those of a weight tied to both last as well, though autograd holds the
-head's part of it from the start.
+root's parameters come in three parts, since their gradients do: those of the norm and the head before any block's,
+those of the input embeddings after all of them, and those of a weight tied to both last as well, though autograd holds
+the head's part of it from the start.
 """
 
 from __future__ import annotations

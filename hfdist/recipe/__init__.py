@@ -1,11 +1,11 @@
 """What recipes share: arguments, data, model, the record of a run. Importing it loads no torch.
 
-    args = begin(__file__)                       arguments.py   the command line; starts the ranks
-    tokenizer = load_tokenizer(args)             model.py       --model
-    data = load_data(args, tokenizer)            tokens.py      --dataset (text.py, fetch.py: where text comes from)
-    model = load_model(args)                     model.py
-    run = Run(args, ...)                         run.py         progress, losses, memory, wire -> jsonl (record.py)
-    save_model(accelerator, model, ...)          model.py       --save
+args = begin(__file__)                       arguments.py   the command line; starts the ranks
+tokenizer = load_tokenizer(args)             model.py       --model
+data = load_data(args, tokenizer)            tokens.py      --dataset (text.py, fetch.py: where text comes from)
+model = load_model(args)                     model.py
+run = Run(args, ...)                         run.py         progress, losses, memory, wire -> jsonl (record.py)
+save_model(accelerator, model, ...)          model.py       --save
 """
 
 from hfdist.recipe.arguments import RecipeArguments, begin

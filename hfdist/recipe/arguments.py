@@ -19,6 +19,7 @@ from types import TracebackType
 from typing import Literal
 
 from hfdist.errors import ConfigError, DistributedError, say
+from hfdist.recipe.text import documents
 
 # Divides by 1, 2, 3, 4, 6 and 12 ranks.
 DEFAULT_BATCH_SIZE = 12
@@ -87,9 +88,9 @@ def begin(
 ) -> RecipeArguments:
     """The arguments of the recipe `file`; starts its ranks if nobody has.
 
-    `engine="native"` hands the yaml to accelerate's own engine, "none" is for a recipe that makes no hfdist.Accelerator.
+    `engine="native"` hands the yaml to accelerate's own engine, "none" is for recipes without hfdist.Accelerator.
     `defaults` replace those of `RecipeArguments`, by name. `processes="one"` is for a recipe that drives everything
-    from one process (and starts its own ranks, if any): the other processes of a launch have nothing to do and end here.
+    from one process (and starts its own ranks, if any): other processes of a launch have nothing to do and end here.
     """
     recipe = Path(file).stem
     sys.excepthook = _say_error
@@ -99,6 +100,8 @@ def begin(
     for option, path in (("--plot", args.plot), ("--record", args.record)):
         if path is not None:
             verify_writable(path.parent, option=option)
+    # Not read yet: whatever is wrong with the name alone is said before ranks are started.
+    documents(args.dataset)
     from hfdist import launch
 
     if processes == "one":
@@ -133,8 +136,8 @@ def parse(recipe: str, argv: Sequence[str], *, defaults: Mapping[str, object] | 
     default = replace(RecipeArguments(recipe=recipe), **(defaults or {}))  # type: ignore[arg-type]
     parser = argparse.ArgumentParser(prog=f"recipes/{recipe}.py", formatter_class=argparse.RawTextHelpFormatter)
     add = parser.add_argument
-    add("--model", default=default.model, help="embedded (9.4 M Llama), tiny (0.6 M), smollm2, a hub id or a directory")
-    add("--dataset", default=default.dataset, help="embedded, moby-dick, gsm8k, a hub id, or .txt .jsonl .parquet paths")
+    add("--model", default=default.model, help="embedded (9.4 M Llama), tiny (0.6 M), smollm2, hub id, directory")
+    add("--dataset", default=default.dataset, help="embedded, moby-dick, gsm8k, hub id, .txt .jsonl .parquet paths")
     add("--steps", type=int, default=default.steps, help="optimizer steps (%(default)s)")
     add(
         "--batch-size",
@@ -143,7 +146,12 @@ def parse(recipe: str, argv: Sequence[str], *, defaults: Mapping[str, object] | 
     )
     add("--seq-len", type=int, default=default.seq_len, help="tokens per sequence (%(default)s)")
     add("--lr", type=float, default=default.lr, help="peak learning rate (%(default)s)")
-    add("--warmup", type=int, default=default.warmup, help="steps of linear warm-up, at most a tenth; then cosine (%(default)s)")
+    add(
+        "--warmup",
+        type=int,
+        default=default.warmup,
+        help="steps of linear warm-up, at most a tenth; then cosine (%(default)s)",
+    )
     add("--weight-decay", type=float, default=default.weight_decay, help="AdamW's (%(default)s)")
     add("--gradient-accumulation-steps", type=int, help="micro-steps per optimizer step (the config's, else 1)")
     add("--num-processes", type=int, help="ranks, when this command starts them (the config's)")

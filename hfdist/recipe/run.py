@@ -8,9 +8,9 @@
     run.evaluate(model)
     path = run.finish()                       # the record on the main rank, None on the others
 
-A step's loss is the mean over ranks and micro-steps. Blocks are full, so it is the loss by tokens of the whole batch and
-comparable between recipes. A loss that is not finite ends the run on every rank (not under fp16, whose scaler skips it).
-"""
+A step's loss is the mean over ranks and micro-steps. Blocks are full, so it is the loss by tokens of the whole batch
+and comparable between recipes. A loss that is not finite ends the run on every rank (not under fp16, whose scaler
+skips it)."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class Run:
         self.is_main = self.rank == 0
         self.accumulation = accumulation if accelerator is None else accelerator.gradient_accumulation_steps
         self._count_by_watching = zero_stage is not None
-        self.zero_stage = accelerator.zero_stage if zero_stage is None else zero_stage  # type: ignore[union-attr]
+        self._given_stage = zero_stage
         self.device = next(model.parameters()).device if accelerator is None else accelerator.device
         self.num_parameters = sum(getattr(p, "ds_numel", p.numel()) for p in model.parameters())
         self.precision = "no" if accelerator is None else str(accelerator.mixed_precision)
@@ -72,6 +72,9 @@ class Run:
         self._wire_bytes: dict[str, int] = {}
         self._wire_steps = 0
         self._memory: dict[str, int | None] = {}
+        self._watched_stage = self.zero_stage
+        self._formulas: dict[int, dict[str, int]] = {}
+        self._wire_bound = 0
         self._watching = contextlib.ExitStack()
         self._progress = _Progress(args) if self.is_main else None
         self._record = RecordWriter(args.record or new_record_path(args.recipe)) if self.is_main else None
@@ -115,6 +118,7 @@ class Run:
                 )
             )
         self.losses.append(value)
+        self._wire_bound += self.formula(self.zero_stage)["wire_bound"]
         self._seconds.append(seconds)
         if scaler is not None:
             self._skipped += bool(self.accelerator.optimizer_step_was_skipped)  # type: ignore[union-attr]
@@ -158,8 +162,18 @@ class Run:
         self._all_reduce(summed)
         return float(summed) / self.world_size
 
+    @property
+    def zero_stage(self) -> int:
+        """The stage this run is at now."""
+        return self.accelerator.zero_stage if self._given_stage is None else self._given_stage  # type: ignore[union-attr]
+
     def formula(self, stage: int) -> dict[str, int]:
         """What `hfdist.plan` says of this run's model at a ZeRO stage: bytes per rank, Adam, by row of the report."""
+        if stage not in self._formulas:
+            self._formulas[stage] = self._plan(stage)
+        return self._formulas[stage]
+
+    def _plan(self, stage: int) -> dict[str, int]:
         from hfdist.models.size import model_size
         from hfdist.plan import Layout, plan_step
 
@@ -206,6 +220,9 @@ class Run:
             held_out_to=self.held_out[-1] if self.held_out else None,
             tokens_per_second=self._tokens_per_second(),
             memory=memory,
+            memory_stage=self._watched_stage,
+            # Of the watched step, and for the wire the mean over the steps, which may have run at several stages.
+            formula={**self.formula(self._watched_stage), "wire_bound": self._wire_bound / max(1, self.step)},
             wire={op: count / steps for op, count in self._wire_bytes.items()},
             skipped_steps=self._skipped,
             loss_scale=None if scaler is None else float(scaler.get_scale()),
@@ -226,6 +243,7 @@ class Run:
         from hfdist.measure.wire import record_wire
         from hfdist.recipe.wires import watch_collectives
 
+        self._watched_stage = self.zero_stage
         # Last in, first out: the report exists once the sampler has left.
         self._watching.callback(lambda: self._memory.update(asdict(sampler.report)))
         sampler = self._watching.enter_context(sample_memory(self.model, self.optimizer))
@@ -236,7 +254,7 @@ class Run:
             self._wire_steps = 1
 
     def _tokens_per_second(self) -> float:
-        """Over all ranks; leaves out the first step, in which engines set themselves up, and the one that was watched."""
+        """Over all ranks, without the first step, in which engines set themselves up, and the one that was watched."""
         watched = self._watched_step
         timed = [s for step, s in enumerate(self._seconds) if step > 0 and step != watched] or self._seconds
         return len(timed) * self.args.batch_size * self.args.seq_len / sum(timed)
@@ -263,7 +281,6 @@ class Run:
             "num_tokens": self.data.num_tokens,
             "device": str(self.device),
             "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-            "formula": self.formula(self.zero_stage),
             "settings": settings,
             "versions": versions(),
         }
@@ -301,4 +318,7 @@ class _Progress(contextlib.AbstractContextManager["_Progress"]):
         self._bar.update(self._task, completed=step, loss=f"{loss:.4f}", speed=f"{tokens_per_second:,.0f}")
         tenth = max(1, self._steps // 10)
         if not self._console.is_terminal and (step % tenth == 0 or step in (1, self._steps)):
-            print(f"{self._recipe}  step {step}/{self._steps}  loss {loss:.4f}  {tokens_per_second:,.0f} tokens/s", flush=True)
+            print(
+                f"{self._recipe}  step {step}/{self._steps}  loss {loss:.4f}  {tokens_per_second:,.0f} tokens/s",
+                flush=True,
+            )

@@ -1,17 +1,17 @@
 """Documents to blocks: the embedded tokenizer, packing, the held-out split, one seeded order.
 
-Tokens of all documents are laid end to end, an end token after each, and cut into blocks of `seq_len`; every position
-has a label, so the mean of block losses is the loss by tokens however blocks are dealt to ranks. The last blocks are held
-out. Worked: 2,889,796 tokens in blocks of 128 are 22,576 blocks; 24 are held out, and a run of 100 steps of 12 sequences
-sees 1,200 of the other 22,552.
+Tokens of all documents are laid end to end, an end token after each, and cut into blocks of `seq_len`; every
+position has a label, so the mean of block losses is the loss by tokens however blocks are dealt to ranks. The last
+blocks are held out. Worked: 2,889,796 tokens in blocks of 128 are 22,576 blocks; 24 are held out, and a run of 100
+steps of 12 sequences sees 1,200 of the other 22,552.
 
-The order is drawn once from `seed` and written into the training set itself. Whoever deals consecutive batches to ranks
-(accelerate, DeepSpeed, a DistributedSampler-less loop) trains on the same `batch_size` blocks in the same step, whatever
-the number of ranks and of micro-steps.
-"""
+The order is drawn once from `seed` and written into the training set itself. Whoever deals consecutive batches to
+ranks (accelerate, DeepSpeed, a DistributedSampler-less loop) trains on the same `batch_size` blocks in the same
+step, whatever the number of ranks and of micro-steps."""
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import platform
 from collections.abc import Iterator
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 EMBEDDED_VOCAB_SIZE = 8192
 END_TOKEN = "<|end|>"
-# A text is tokenized in pieces of about this many characters, cut at line ends, so that a short run need not read it all.
+# Text is tokenized in pieces of about this many characters, cut at line ends: a short run need not read it all.
 _PIECE_CHARACTERS = 100_000
 
 
@@ -101,7 +101,7 @@ def load_data(args: RecipeArguments, tokenizer: PreTrainedTokenizerBase) -> Data
 
 
 def tokenize(texts: Iterator[str], tokenizer: PreTrainedTokenizerBase, *, at_most: int) -> np.ndarray:
-    """Tokens of `texts` laid end to end, an end token after each; stops once there are `at_most`. int32, (num_tokens,)."""
+    """Tokens of `texts` end to end, an end token after each, `at_most` of them. int32, (num_tokens,)."""
     import numpy as np
 
     end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
@@ -155,6 +155,7 @@ def _embedded_tokens(tokenizer: PreTrainedTokenizerBase) -> Path:
     return build_once(f"{_embedded_name()}/tokens.npy", build)
 
 
+@functools.cache
 def _embedded_name() -> str:
     """Changes with the text (the Python release), the vocabulary and what `tokenizers` may do differently."""
     from importlib.metadata import version

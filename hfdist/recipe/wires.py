@@ -1,10 +1,9 @@
 """Bytes on the wire of engines that are not ours: every collective of torch.distributed, seen where it is issued.
 
-torch routes each collective through its dispatcher (`c10d::allreduce_`, ...), also those that DDP and FSDP issue from
-C++. `watch_collectives()` looks on there and hands what it sees to `hfdist.measure.wire`, by the same ring formula as our
-own counters. It slows a step, so that `Run` watches a single one. gloo runs a reduce-scatter as an all-reduce (twice the
-bytes, measured); it is counted as what is sent.
-"""
+torch routes each collective through its dispatcher (`c10d::allreduce_`, ...), also those that DDP and FSDP issue
+from C++. `watch_collectives()` looks on there and hands what it sees to `hfdist.measure.wire`, by the same ring
+formula as our own counters. It slows a step, so that `Run` watches a single one. gloo runs a reduce-scatter as an
+all-reduce (twice the bytes, measured); it is counted as what is sent."""
 
 from __future__ import annotations
 
@@ -46,7 +45,9 @@ class _Watch(TorchDispatchMode):
 
 
 def _group_size(args: tuple[Any, ...]) -> int:
-    boxed = (a for a in args if isinstance(a, torch.ScriptObject) and a._type().qualified_name().endswith(".ProcessGroup"))
+    boxed = (
+        a for a in args if isinstance(a, torch.ScriptObject) and a._type().qualified_name().endswith(".ProcessGroup")
+    )
     return dist.ProcessGroup.unbox(next(boxed)).size()
 
 

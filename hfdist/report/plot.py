@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 # Okabe and Ito's palette: told apart by colour-blind readers.
 RUN_COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 OWNER_COLORS = {"parameters": "#0072B2", "gradients": "#E69F00", "optimizer": "#009E73"}
-INK, GRID = "#222222", "#E4E4E4"
+INK, GRID, PEAK = "#222222", "#E4E4E4", "#D3DCE6"
 
 
 def draw(records: Sequence[Path], output: Path) -> None:
@@ -78,34 +78,40 @@ def _draw_losses(axes: Axes, runs: Sequence[RecordedRun]) -> None:
             axes.axvline(switch["step"] + 0.5, color="#999999", linewidth=0.9, linestyle=(0, (4, 3)), zorder=0)
             axes.annotate(
                 f" stage {switch['stage']}",
-                (switch["step"] + 0.5, 0.99),
+                (switch["step"] + 0.5, 0.015),
                 xycoords=("data", "axes fraction"),
-                va="top",
+                va="bottom",
                 fontsize=9,
                 color="#666666",
             )
     axes.set_title("Loss", loc="left", fontsize=11)
     axes.set_xlabel("optimizer step")
     axes.set_xlim(left=0)
+    axes.xaxis.get_major_locator().set_params(integer=True)
     axes.grid(axis="y", color=GRID, linewidth=0.8)
     axes.set_axisbelow(True)
     axes.legend(frameon=False, loc="upper right")
 
 
 def _draw_memory(axes: Axes, runs: Sequence[RecordedRun]) -> None:
-    """Stacked bars: what each rank holds at the end of a step; a line across: what the formula says of all three."""
-    bars: list[tuple[str, dict[str, int], float | None]] = []
+    """Stacked bars: what a rank holds at the end of a step, and in grey what it held at the peak of one.
+
+    Lines across: what the formula says of the three together.
+    """
+    bars: list[tuple[str, dict[str, int], int | None]] = []
+    peaks: list[float] = []
     for run in runs:
-        formula = [run.formula.get(row) for row in ROWS]
-        expected = None if not formula or None in formula else float(sum(value or 0 for value in formula))
+        expected = run.formula_total()
         ranks = run.ranks if len(runs) == 1 and len(run.ranks) <= 8 else run.ranks[:1]
         for index, memory in enumerate(ranks):
             name = f"rank {index}" if len(runs) == 1 else run.header["recipe"]
             bars.append((name, {row: row_bytes(memory, row) for row in ROWS}, expected))
+            peaks.append((memory.get("peak_total") or 0) / 1e6)
     if not bars:
         axes.set_axis_off()
         return
     width = 0.5
+    axes.bar(range(len(bars)), peaks, width, color=PEAK, label="peak in a step")
     bottoms = [0.0] * len(bars)
     for row in ROWS:
         heights = [sizes[row] / 1e6 for _, sizes, _ in bars]
@@ -123,9 +129,9 @@ def _draw_memory(axes: Axes, runs: Sequence[RecordedRun]) -> None:
         axes.plot([], [], color=INK, linewidth=2.2, label="formula")
     axes.set_xticks(range(len(bars)), [name for name, _, _ in bars])
     axes.set_xlim(-0.6, len(bars) - 0.4)
-    axes.set_ylim(0, max(*bottoms, *((expected or 0) / 1e6 for _, _, expected in bars)) * 1.3)
+    axes.set_ylim(0, max(*bottoms, *peaks, *((expected or 0) / 1e6 for _, _, expected in bars)) * 1.3)
     axes.set_title("Memory per rank, MB", loc="left", fontsize=11)
     axes.tick_params(axis="x", length=0)
     axes.grid(axis="y", color=GRID, linewidth=0.8)
     axes.set_axisbelow(True)
-    axes.legend(frameon=False, ncols=4, loc="upper left", columnspacing=1.2, handlelength=1.1)
+    axes.legend(frameon=False, ncols=3, loc="upper left", columnspacing=1.2, handlelength=1.1)

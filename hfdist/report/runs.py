@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from hfdist.errors import ConfigError, say
+from hfdist.plan import format_bytes
 from hfdist.recipe.record import read_record
 
 # Owners a person asks about, and which rows of a MemoryReport make them up. What is gathered is parameters too.
@@ -36,7 +37,12 @@ class RecordedRun:
     @property
     def formula(self) -> dict[str, int | None]:
         """What the plan says of the rows of `ROWS`, of `peak_total` and of the wire."""
-        return self.header.get("formula", {})
+        return self.summary.get("formula", {})
+
+    def formula_total(self) -> int | None:
+        """The rows of `ROWS` together; None when the record has no formula for one of them."""
+        parts = [self.formula.get(row) for row in ROWS]
+        return None if None in parts else sum(part or 0 for part in parts)
 
     def title(self) -> str:
         """`zero3, 2 ranks, fp32, 9.4 M parameters`."""
@@ -65,9 +71,9 @@ def row_bytes(memory: dict[str, Any], row: str) -> int:
     return sum(memory.get(owner) or 0 for owner in ROWS[row])
 
 
-def megabytes(num_bytes: float | None) -> str:
+def size(num_bytes: float | None) -> str:
     """`18.9 MB`; `-` for None."""
-    return "-" if num_bytes is None else f"{num_bytes / 1e6:,.1f} MB"
+    return "-" if num_bytes is None else format_bytes(num_bytes)
 
 
 def _no_record(path: Path, why: str) -> ConfigError:

@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from hfdist.report.runs import ROWS, RecordedRun, load_run, megabytes, row_bytes
+from hfdist.report.runs import ROWS, RecordedRun, load_run, row_bytes, size
 
 # With more ranks than this the table shows the least and the most instead of each.
 MAX_RANK_COLUMNS = 4
@@ -62,45 +62,45 @@ def _memory(run: RecordedRun) -> Table:
     each = len(ranks) <= MAX_RANK_COLUMNS
     columns = [f"rank {index}" for index in range(len(ranks))] if each else ["least", "most"]
     table = _table(
-        f"Memory per rank at the end of a step, before gradients are dropped (stage {run.header['zero_stage']})",
+        f"Memory per rank at the end of a step (ZeRO stage {run.summary['memory_stage']})",
         ("", *columns, "formula"),
     )
 
-    def cells(values: list[int | None]) -> list[str]:
+    def cells(values: Sequence[int | None]) -> list[str]:
         known = [value for value in values if value is not None]
         if not known:
             return ["-"] * len(columns)
-        return [megabytes(value) for value in (values if each else (min(known), max(known)))]
+        return [size(value) for value in (values if each else (min(known), max(known)))]
 
     for row in ROWS:
-        table.add_row(row, *cells([row_bytes(rank, row) for rank in ranks]), megabytes(run.formula.get(row)))
+        table.add_row(row, *cells([row_bytes(rank, row) for rank in ranks]), size(run.formula.get(row)))
     totals = [sum(row_bytes(rank, row) for row in ROWS) for rank in ranks]
-    formula = [run.formula.get(row) for row in ROWS]
-    table.add_row("all three", *cells(totals), megabytes(None if None in formula else sum(formula)), style="bold")
+    formula = run.formula_total()
+    table.add_row("all three", *cells(totals), size(formula), style="bold")
     table.add_row(
-        "peak in a step", *cells([rank.get("peak_total") for rank in ranks]), megabytes(run.formula.get("peak_total"))
+        "peak in a step", *cells([rank.get("peak_total") for rank in ranks]), size(run.formula.get("peak_total"))
     )
     table.add_row("whole process, peak", *cells([rank.get("resident_peak") for rank in ranks]), "-", style="dim")
     return table
 
 
 def _switches(run: RecordedRun) -> Table:
-    table = _table("Memory of rank 0 after each switch (gradients dropped)", ("", *ROWS, "formula of all"))
+    table = _table("Memory of rank 0 after each switch", ("", *ROWS, "formula of all"))
     for switch in run.switches:
         memory = switch["memory"]
         table.add_row(
             f"step {switch['step']}: stage {switch['stage']}",
-            *(megabytes(row_bytes(memory, row)) for row in ROWS),
-            megabytes(switch.get("formula")),
+            *(size(row_bytes(memory, row)) for row in ROWS),
+            size(switch.get("formula")),
         )
     return table
 
 
 def _wire(run: RecordedRun) -> Table:
-    table = _table("Bytes that rank 0 sends per optimizer step", ("", "sent"))
+    table = _table("Sent by rank 0 per optimizer step", ("", "bytes"))
     wire = run.summary["wire"]
     for op, num_bytes in sorted(wire.items(), key=lambda item: -item[1]):
-        table.add_row(op, megabytes(num_bytes))
-    table.add_row("together", megabytes(sum(wire.values())), style="bold")
-    table.add_row("bound", megabytes(run.formula.get("wire_bound")))
+        table.add_row(op, size(num_bytes))
+    table.add_row("together", size(sum(wire.values())), style="bold")
+    table.add_row("bound", size(run.formula.get("wire_bound")))
     return table

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
@@ -25,8 +25,8 @@ class MeasuredStep:
     plan: StepPlan
     wire: WireRecorder
     interface: int | None = None  # bytes sent by all ranks together
-    memory: MemoryReport = MemoryReport()
-    between: MemoryReport = MemoryReport()  # after gradients were dropped
+    memory: MemoryReport = field(default_factory=MemoryReport)
+    between: MemoryReport = field(default_factory=MemoryReport)  # after gradients were dropped
     num_tensors: int = 0  # parameter tensors (Adam keeps a 4-byte step counter for each)
 
 

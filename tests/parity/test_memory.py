@@ -1,4 +1,4 @@
-"""Bytes stored per rank, by owner: the plan's formula to the byte, padding included, at rest and at the peak of a step."""
+"""Bytes stored per rank, by owner: the plan's formula to the byte, with padding, at rest and at the peak of a step."""
 
 from __future__ import annotations
 
@@ -6,9 +6,12 @@ import itertools
 
 import pytest
 
+from hfdist import ZeroPlugin
 from hfdist.plan import Layout
+from tests.models import build_lm
 from tests.parity.measured import step_in_memory
 from tests.pool import Pools
+from tests.worker import make_accelerator
 
 STAGES = (0, 1, 2, 3)
 # 3 divides neither the widths nor the vocabularies of the tiny models: every shard is padded.
@@ -55,3 +58,16 @@ def test_stored_bytes_equal_the_formula(pool: Pools, layout: Layout, family: str
         # After zero_grad nothing is left of the step.
         assert step.between.gradients == step.between.gathered == step.between.communication == 0
         assert step.between.parameters == plan.at_rest.parameters
+
+
+def report_before_any_step() -> tuple[int, int]:
+    """Bytes of the parameters right after `prepare`, and all bytes."""
+    accelerator = make_accelerator(plugins=[ZeroPlugin(stage=3)])
+    accelerator.prepare(build_lm("llama", tied=False))
+    report = accelerator.memory_report()
+    return report.parameters, report.total - report.buffers
+
+
+def test_report_before_the_first_step(pool: Pools) -> None:
+    parameters, everything = pool(2).run(report_before_any_step)[0]
+    assert 0 < parameters == everything

@@ -1,7 +1,7 @@
 """Bytes on the wire per optimizer step: what the kernel sent, what we counted, the plan and the bound of the design.
 
-The ranks run in a network namespace of their own, so that everything the loopback sends is theirs: data, TCP headers and
-acknowledgements, meetings and norms. Nothing is subtracted. Needs Linux and root (CI has both).
+The ranks run in a network namespace of their own, so that everything the loopback sends is theirs: data, TCP headers
+and acknowledgements, meetings and norms. Nothing is subtracted. Needs Linux and root (CI has both).
 """
 
 from __future__ import annotations

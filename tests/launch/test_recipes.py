@@ -1,0 +1,219 @@
+"""Every recipe by a real `accelerate launch`, held against the one-process run; and what recipes must refuse.
+
+All runs train the same 3 steps of the same 12 sequences, so that their losses are one curve. The reference is
+data_parallel, which on a machine without devices is one process and no communication.
+"""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SIZES = ["--model", "tiny", "--steps", "3", "--seq-len", "32", "--batch-size", "12", "--held-out", "5"]
+# Starting ranks costs 10 s on two idle cores, and these machines are not always idle.
+TIMEOUT = 240
+P = 615_232
+
+
+def launch(*words: str, timeout: int = TIMEOUT, **environment: str) -> subprocess.CompletedProcess[str]:
+    accelerate = shutil.which("accelerate", path=str(Path(sys.executable).parent))
+    assert accelerate is not None
+    env = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", **os.environ, **environment}
+    for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK", "HFDIST_ENGINE"):
+        env.pop(name, None)
+    return subprocess.run(
+        [accelerate, "launch", *words],
+        cwd=ROOT,
+        env=env,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=timeout,
+        check=False,
+    )
+
+
+def train(record: Path, *words: str, timeout: int = TIMEOUT) -> list[dict[str, Any]]:
+    done = launch(*words, *SIZES, "--record", str(record), timeout=timeout)
+    assert done.returncode == 0, done.stdout[-6000:]
+    assert f"Run record: {record}" in done.stdout
+    return [json.loads(line) for line in record.read_text().splitlines()]
+
+
+def losses(lines: list[dict[str, Any]]) -> list[float]:
+    return [line["loss"] for line in lines if line["kind"] in ("step", "held_out")]
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+    return losses(train(tmp_path_factory.mktemp("reference") / "run.jsonl", "recipes/data_parallel.py"))
+
+
+def by_config(recipe: str) -> list[str]:
+    return ["--config_file", f"accelerate_configs/{recipe}.yaml", f"recipes/{recipe}.py"]
+
+
+def check(lines: list[dict[str, Any]], reference: list[float], *, ranks: int, tolerance: float = 1e-4) -> None:
+    header, summary = lines[0], lines[-1]
+    assert header["world_size"] == ranks
+    assert summary["steps"] == 3
+    assert len(losses(lines)) == 5
+    assert losses(lines) == pytest.approx(reference, abs=tolerance)
+    assert summary["loss_to"] < summary["loss_from"]
+    assert len(summary["memory"]) == ranks
+
+
+@pytest.mark.parametrize("recipe", ["ddp", "spawn", "accelerate_plain"])
+def test_replicated(recipe: str, reference: list[float], tmp_path: Path) -> None:
+    lines = train(tmp_path / "run.jsonl", *by_config(recipe))
+    check(lines, reference, ranks=2)
+    for memory in lines[-1]["memory"]:
+        assert (memory["parameters"], memory["gradients"]) == (4 * P, 4 * P)
+        assert memory["optimizer"] == pytest.approx(8 * P, rel=1e-3)
+    assert lines[-1]["wire"]["all_reduce"] == pytest.approx(lines[-1]["formula"]["wire_bound"], rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "ranks"), [("zero1", 2), ("zero2", 2), ("zero3", 2), ("zero1", 3), ("zero2", 4), ("zero3", 4)]
+)
+def test_zero(recipe: str, ranks: int, reference: list[float], tmp_path: Path) -> None:
+    words = by_config(recipe) if ranks == 2 else [f"recipes/{recipe}.py", "--num-processes", str(ranks)]
+    lines = train(tmp_path / "run.jsonl", *words)
+    check(lines, reference, ranks=ranks)
+    formula = lines[-1]["formula"]
+    for memory in lines[-1]["memory"]:
+        for owner in ("parameters", "gradients", "optimizer"):
+            assert memory[owner] == pytest.approx(formula[owner], rel=0.01), owner
+        assert memory["parameters"] == pytest.approx(4 * P / ranks, rel=0.05)
+        assert memory["peak_total"] <= formula["peak_total"] * 1.02
+    assert 0 < sum(lines[-1]["wire"].values()) <= formula["wire_bound"] * 1.03
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_switching_leaves_the_curve_alone(ranks: int, reference: list[float], tmp_path: Path) -> None:
+    words = ["recipes/zero_switch.py", "--num-processes", str(ranks)] if ranks > 2 else by_config("zero_switch")
+    lines = train(tmp_path / "run.jsonl", *words)
+    check(lines, reference, ranks=ranks)
+    switches = [line for line in lines if line["kind"] == "switch"]
+    assert [(line["step"], line["stage"]) for line in switches] == [(1, 3), (2, 1), (3, 2)]
+    for line in switches:
+        held = line["memory"]["parameters"] + line["memory"]["optimizer"]
+        assert held == pytest.approx(line["formula"], rel=0.01)
+        assert held == pytest.approx(12 * P / ranks, rel=0.05)
+
+
+@pytest.mark.parametrize(("recipe", "precision"), [("amp_bf16", "bf16"), ("amp_fp16", "fp16")])
+def test_amp(recipe: str, precision: str, reference: list[float], tmp_path: Path) -> None:
+    # Half precision has 8 and 11 bits: near the fp32 curve and not on it.
+    lines = train(tmp_path / "run.jsonl", f"recipes/{recipe}.py")
+    check(lines, reference, ranks=2, tolerance=2e-2)
+    assert losses(lines) != pytest.approx(reference, abs=1e-6)
+    assert lines[0]["precision"] == precision
+    assert (lines[-1]["loss_scale"] is None) == (precision == "bf16")
+    assert all(memory["parameters"] == 4 * P for memory in lines[-1]["memory"])
+
+
+def test_accelerates_own_fsdp(reference: list[float], tmp_path: Path) -> None:
+    lines = train(tmp_path / "run.jsonl", *by_config("fsdp"))
+    check(lines, reference, ranks=2)
+    assert all(memory["parameters"] == pytest.approx(2 * P, rel=0.01) for memory in lines[-1]["memory"])
+
+
+@pytest.mark.timeout(900)
+def test_native_deepspeed(reference: list[float], tmp_path: Path) -> None:
+    # Its first start on a machine compiles a kernel.
+    lines = train(tmp_path / "run.jsonl", "recipes/deepspeed_native.py", timeout=840)
+    check(lines, reference, ranks=2)
+
+
+def test_a_run_of_one_process_is_the_reference(reference: list[float], tmp_path: Path) -> None:
+    lines = train(tmp_path / "run.jsonl", "recipes/zero3.py", "--num-processes", "1")
+    check(lines, reference, ranks=1)
+
+
+def test_save_plot_and_train_on_from_there(tmp_path: Path) -> None:
+    """A jsonl of one's own, accumulation, the saved directory as the next run's --model, and the picture."""
+    text = tmp_path / "rows.jsonl"
+    text.write_text("".join(json.dumps({"text": f"row {n}: " + "spam and eggs " * 20}) + "\n" for n in range(40)))
+    words = [*by_config("zero3"), "--dataset", str(text), "--steps", "3", "--seq-len", "32", "--held-out", "5"]
+    first = launch(
+        *words,
+        *["--model", "tiny", "--gradient-accumulation-steps", "2"],
+        *["--save", str(tmp_path / "model"), "--plot", str(tmp_path / "x.png"), "--record", str(tmp_path / "1.jsonl")],
+    )
+    # zero3.yaml says 1 micro-step: two sources that disagree are an error that names both.
+    assert first.returncode != 0
+    assert "gradient_accumulation_steps" in first.stdout
+    first = launch(
+        *words,
+        *["--model", "tiny", "--save", str(tmp_path / "model"), "--plot", str(tmp_path / "x.png")],
+        *["--record", str(tmp_path / "1.jsonl")],
+    )
+    assert first.returncode == 0, first.stdout[-6000:]
+    assert (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG")
+    second = launch(*words, "--model", str(tmp_path / "model"), "--record", str(tmp_path / "2.jsonl"))
+    assert second.returncode == 0, second.stdout[-6000:]
+    ends = [losses([json.loads(line) for line in (tmp_path / f"{n}.jsonl").read_text().splitlines()]) for n in (1, 2)]
+    # The held-out loss a run ends with is the one that the next begins with: what was saved is what was trained.
+    assert ends[1][0] == pytest.approx(ends[0][-1], abs=1e-5)
+
+
+# --- what recipes refuse. A refusal comes before work starts, in a sentence, with a non-zero exit code.
+
+
+def refused(*words: str) -> str:
+    done = launch(*words, timeout=90)
+    assert done.returncode != 0
+    assert "ConfigError: Got" in done.stdout, done.stdout[-3000:]
+    return done.stdout
+
+
+def test_an_unknown_model() -> None:
+    output = refused(*by_config("zero3"), "--model", "no-such-owner/no-such-model")
+    assert "--model no-such-owner/no-such-model" in output
+
+
+def test_an_empty_dataset(tmp_path: Path) -> None:
+    (tmp_path / "empty.txt").write_text("\n")
+    assert "with 0 tokens" in refused(*by_config("zero3"), "--model", "tiny", "--dataset", str(tmp_path / "empty.txt"))
+
+
+def test_a_batch_smaller_than_the_ranks() -> None:
+    output = refused(*by_config("zero3"), "--model", "tiny", "--batch-size", "1")
+    assert "at least one sequence for each rank" in output
+
+
+def test_a_missing_file_and_an_output_that_cannot_be_written(tmp_path: Path) -> None:
+    assert "does not exist" in refused("recipes/zero3.py", "--dataset", str(tmp_path / "nowhere.jsonl"))
+    (tmp_path / "file").write_text("")
+    assert "--save" in refused("recipes/zero3.py", "--save", str(tmp_path / "file" / "below"))
+
+
+@pytest.mark.skipif(
+    not sys.platform.startswith("linux") or os.geteuid() != 0, reason="mounting a small file system needs root on Linux"
+)
+def test_no_room_for_the_output(tmp_path: Path) -> None:
+    small = tmp_path / "small"
+    small.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(small)], capture_output=True)
+    if mounted.returncode:
+        pytest.skip(f"no mount here: {mounted.stderr.decode().strip()}")
+    try:
+        output = refused(*by_config("zero3"), *SIZES, "--save", str(small / "model"))
+        assert "room for" in output
+    finally:
+        subprocess.run(["umount", str(small)], check=True)
+
+
+def test_a_loss_that_is_not_finite() -> None:
+    done = launch(*by_config("zero2"), *SIZES[:2], "--steps", "6", "--seq-len", "32", "--lr", "1e25", timeout=TIMEOUT)
+    assert done.returncode != 0
+    assert "Error: Got" in done.stdout
+    assert "finite" in done.stdout

@@ -150,7 +150,7 @@ class Accelerator(accelerate.Accelerator):
             if model not in self._models:
                 self._models.append(model)
             return model
-        inner = _inner(model)
+        inner: Any = _inner(model)
         loaded = loading.loaded_shards(inner)
         if loaded is None:
             self._shard(inner)
@@ -252,7 +252,7 @@ class Accelerator(accelerate.Accelerator):
     # -------------------------------------------------------------- the loop
 
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
-        """`loss.backward()` divided by the accumulation steps and scaled under fp16; completes an accumulation window."""
+        """`loss.backward()` divided by the accumulation steps, scaled under fp16; completes an accumulation window."""
         self.engine.before_backward(loss)
         loss = loss / self.gradient_accumulation_steps
         if self.scaler is not None:
@@ -373,7 +373,7 @@ class Accelerator(accelerate.Accelerator):
         safe_serialization: bool = True,
     ) -> None:
         """HF safetensors that plain `from_pretrained` (or `load_checkpoint_in_model`) reads; all ranks call it."""
-        inner = _inner(model)
+        inner: Any = _inner(model)
         if hasattr(inner, "save_pretrained") and safe_serialization:
             inner.save_pretrained(
                 save_directory, is_main_process=self.is_main_process, max_shard_size=max_shard_size

@@ -182,7 +182,7 @@ class Meeting:
         return said
 
     def wait(self, work: dist.Work, words: Callable[[], str]) -> None:
-        """Wait for `work`; report a long wait once, and end it with an error that names this rank and what it awaits."""
+        """Wait for `work`; report a long wait once, and end it with an error naming this rank and what it awaits."""
         started, reported = time.monotonic(), False
         while True:
             try:
@@ -255,9 +255,9 @@ def reduce_scatter(
         for row in rows[2:]:
             output.add_(row)
     else:  # half precision is summed in fp32 and rounded once
-        received = torch.empty_like(whole)
-        dist.all_to_all_single(received, whole, group=group)
-        torch.sum(received.view(size, -1), dim=0, out=output)
+        parts = torch.empty_like(whole)
+        dist.all_to_all_single(parts, whole, group=group)
+        torch.sum(parts.view(size, -1), dim=0, out=output)
     if mean:
         output.div_(size)
 

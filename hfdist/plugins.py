@@ -62,7 +62,7 @@ class ZeroPlugin:
 
 @dataclass(frozen=True, kw_only=True)
 class AmpPlugin:
-    """Mixed precision with fp32 masters (Micikevicius et al. 2018, arXiv:1710.03740); the same meaning at all stages."""
+    """Mixed precision with fp32 masters (Micikevicius et al. 2018, arXiv:1710.03740); the same at all stages."""
 
     # Compute dtype: "bf16", or "fp16" with dynamic loss scaling.
     dtype: Literal["fp16", "bf16"] = "bf16"

@@ -11,7 +11,7 @@ bound. DeepSpeed keeps small models whole between forward and backward (`stage3_
 gather.
 
 Memory per rank (fp32, AdamW): 16P/N = 75.6 MB by the formula; DeepSpeed adds flat fp32 masters (4P/N) beside the shards
-and gradient buffers of its own, which the gradient row of the report does not see.
+and gradient buffers of its own: a `reduce_bucket_size` of 5e8 elements is 2 GB at the peak, hardly touched.
 
     accelerate launch recipes/deepspeed_native.py
     accelerate launch --config_file accelerate_configs/deepspeed_native.yaml recipes/deepspeed_native.py --steps 50

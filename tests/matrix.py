@@ -1,4 +1,4 @@
-"""The whole parity matrix, resumable: `python -m tests.matrix [--record runs/matrix.json] [--only llama] [--limit 100]`.
+"""The whole parity matrix, resumable: `python -m tests.matrix [--record FILE] [--only llama] [--limit 100]`.
 
 Every cell of `tests.parity.cells` (stage x accumulation x clipping x optimizer x world size x model x ties x dtype) is
 compared with one process. Each result is written at once, so an interrupted run goes on where it stopped; results made
@@ -28,7 +28,9 @@ from tests.pool import ROOT, Pools
 def fingerprint() -> dict[str, str]:
     """What a result depends on: the sources of hfdist and of the tests, and the versions beneath."""
     digest = hashlib.sha256()
-    for path in sorted([*(ROOT / "hfdist").rglob("*.py"), *(ROOT / "tests").glob("*.py"), *(ROOT / "tests/parity").glob("*.py")]):
+    for path in sorted(
+        [*(ROOT / "hfdist").rglob("*.py"), *(ROOT / "tests").glob("*.py"), *(ROOT / "tests/parity").glob("*.py")]
+    ):
         digest.update(path.relative_to(ROOT).as_posix().encode())
         digest.update(path.read_bytes())
     versions = {name: version(name) for name in ("torch", "accelerate", "transformers")}
@@ -71,13 +73,13 @@ def main(arguments: list[str] | None = None) -> int:
     if not chosen:
         print(f"No cell's name contains {options.only!r}; one of them is {all_cells()[0].name}.", file=sys.stderr)
         return 2
-    todo = [cell for cell in chosen if done.get(cell.name, {}).get("error", "not run") is not None][: options.limit]
+    todo = [cell for cell in chosen if done.get(cell.name, {}).get("error", "not run") is not None]
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     pools, world_size = Pools(), 0
     try:
         with Progress(*columns) as progress:
             task = progress.add_task("parity", total=len(chosen), completed=len(chosen) - len(todo))
-            for cell in todo:
+            for cell in todo[: options.limit]:
                 if cell.world_size != world_size:
                     pools.close()
                     world_size = cell.world_size
@@ -96,7 +98,10 @@ def main(arguments: list[str] | None = None) -> int:
     results = [done.get(cell.name) for cell in chosen]
     failed = sum(result is not None and result["error"] is not None for result in results)
     missing = results.count(None)
-    print(f"{len(chosen)} cells: {len(chosen) - failed - missing} equal one process, {failed} failed, {missing} not run yet")
+    print(
+        f"{len(chosen)} cells: {len(chosen) - failed - missing} equal one process, {failed} failed, "
+        f"{missing} not run yet"
+    )
     return 1 if failed else 0
 
 

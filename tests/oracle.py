@@ -1,7 +1,7 @@
 """What one process computes with plain torch: the truth that distributed runs are compared with.
 
 Imports nothing of hfdist. Two forms:
-- `train` sees each optimizer step as one concatenated batch of all ranks and micro-batches: no weighting formula at all.
+- `train` sees an optimizer step as one concatenated batch of all ranks and micro-batches: no weighting formula.
 - `train_amp` computes each rank's micro-batch apart, because rounding in half precision depends on how work is cut, and
   combines the gradients in fp32 by label tokens: the semantics of mixed precision, not its speed.
 """
@@ -49,8 +49,8 @@ def train(
 ) -> list[Step]:
     """Train `model` in place, one optimizer step per window, one scheduler step per update.
 
-    weighting "tokens": the loss of the whole window as one batch. "mean": the plain mean over ranks and micro-batches of
-    their own means.
+    weighting "tokens": the loss of the whole window as one batch. "mean": the plain mean over ranks and micro-batches
+    of their own means.
     """
     built = optimizers(model)
     schedules = [schedulers(optimizer) for optimizer in built] if schedulers else []
@@ -193,7 +193,7 @@ def ties_of(model: nn.Module) -> dict[str, str]:
 
 def differences(got: Tensors, want: Tensors) -> dict[str, float]:
     """Largest absolute difference by name; a missing, extra or misshapen tensor, or a NaN on one side, is infinite."""
-    result = {name: math.inf for name in got.keys() ^ want.keys()}
+    result = dict.fromkeys(got.keys() ^ want.keys(), math.inf)
     for name in got.keys() & want.keys():
         a, b = got[name].double(), want[name].double()
         if a.shape != b.shape:
@@ -209,7 +209,9 @@ def assert_same(what: str, got: Tensors, want: Tensors, tolerance: float) -> Non
     gaps = sorted(differences(got, want).items(), key=lambda item: -item[1])
     wrong = [f"{name} {gap:.3e}" for name, gap in gaps if not gap <= tolerance]
     if wrong:
-        raise AssertionError(f"{what}: {len(wrong)} of {len(gaps)} differ by more than {tolerance:g}: " + ", ".join(wrong))
+        raise AssertionError(
+            f"{what}: {len(wrong)} of {len(gaps)} differ by more than {tolerance:g}: " + ", ".join(wrong)
+        )
 
 
 def assert_near(what: str, got: float, want: float, tolerance: float) -> None:

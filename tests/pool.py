@@ -84,7 +84,7 @@ class Pool:
         return [process.pid or 0 for process in self._processes]
 
     def run(self, function: Callable[..., Any], *args: Any, timeout: float = CALL_TIMEOUT, **kwargs: Any) -> list[Any]:
-        """Call the module-level `function` in all ranks; their values by rank, or `RankErrors` with every rank's error."""
+        """Call the module-level `function` in all ranks: their values by rank, or `RankErrors` with all errors."""
         outcomes = self.outcomes(function, *args, timeout=timeout, **kwargs)
         failed = [outcome for outcome in outcomes if outcome.error is not None]
         if failed:

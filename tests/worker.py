@@ -165,5 +165,3 @@ def _follow_parent() -> None:
     if parent is not None:
         wait([parent.sentinel])
         os._exit(1)
-
-

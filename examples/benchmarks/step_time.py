@@ -2,9 +2,10 @@
 
     torchrun --nproc-per-node 2 examples/benchmarks/step_time.py --layers 8 --width 512
 
-Every engine trains the same Llama on the same tokens: torch DDP, bare FSDP2 (kept and resharded after forward), and hfdist
-at stages 0 to 3. They take turns, step by step, so that a busy machine disturbs all alike, and CPU time is compared (not
-the wall clock), as seconds per step of the slower rank and as a ratio to DDP. Losses must agree. One JSON line per engine.
+Every engine trains the same Llama on the same tokens: torch DDP, bare FSDP2 (kept and resharded after forward), and
+hfdist at stages 0 to 3. They take turns, step by step, so that a busy machine disturbs all alike, and CPU time is
+compared (not the wall clock), as seconds per step of the slower rank and as a ratio to DDP. Losses must agree. One JSON
+line per engine.
 """
 
 from __future__ import annotations

@@ -26,6 +26,7 @@ from accelerate.checkpointing import (
     save_accelerator_state,
     save_custom_state,
 )
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 
 from hfdist import comm
@@ -147,6 +148,7 @@ def _allocate_optimizer_state(engine: Engine, directory: Path) -> None:
             for key, entry in saved.items():
                 if not key.startswith(prefix) or parameter not in held:
                     continue
+                assert isinstance(entry, TensorStorageMetadata)
                 shape = entry.size
                 local = local_tensor(parameter)
                 split = tuple(shape) == tuple(parameter.shape) and shape and not held[parameter]

@@ -30,7 +30,7 @@ def whole_tensor(value: torch.Tensor) -> torch.Tensor:
 
 
 def whole_state_dict(engine: Engine, model: nn.Module, *, keep: bool = True) -> dict[str, Any]:
-    """`model.state_dict()` with whole plain tensors, tied entries sharing memory. `keep=False`: take part, keep none."""
+    """`model.state_dict()` of whole plain tensors, tied entries sharing memory. `keep=False`: take part, keep none."""
     engine.meeting.run(comm.SAVE)
     for zero in engine.models:
         if zero.model is model:
@@ -52,7 +52,8 @@ def let_save_pretrained_gather(engine: Engine, model: nn.Module) -> Callable[[],
     """Make `model.save_pretrained(dir)` right on sharded parameters when all ranks call it; returns the undo."""
     if not hasattr(model, "save_pretrained"):
         return lambda: None
-    original = model.save_pretrained
+    patched: Any = model  # save_pretrained is no method of nn.Module
+    original = patched.save_pretrained
 
     @functools.wraps(original)
     def save_pretrained(save_directory: Any, is_main_process: bool | None = None, **kwargs: Any) -> Any:
@@ -62,7 +63,7 @@ def let_save_pretrained_gather(engine: Engine, model: nn.Module) -> Callable[[],
             state = whole_state_dict(engine, model, keep=main)
         return original(save_directory, is_main_process=main, state_dict=state, **kwargs) if main else None
 
-    model.save_pretrained = save_pretrained
+    patched.save_pretrained = save_pretrained
 
     def undo() -> None:
         if model.__dict__.get("save_pretrained") is save_pretrained:
@@ -76,7 +77,7 @@ def let_resize_embeddings(zero: ZeroModel, engine: Engine) -> Callable[[], None]
 
     Raises ConfigError once an optimizer holds them: its state has the old shape.
     """
-    model = zero.model
+    model: Any = zero.model  # resize_token_embeddings is no method of nn.Module
     if not hasattr(model, "resize_token_embeddings") or "resize_token_embeddings" in model.__dict__:
         return lambda: None
     original = model.resize_token_embeddings
@@ -122,10 +123,10 @@ def gathered_parameters(engine: Engine, model: nn.Module, modifier_rank: int | N
     finally:
         for param in params:
             module = param._module_info.module
-            plain = module._parameters[param._module_info.param_name]
-            assert plain is not None
+            written = module._parameters[param._module_info.param_name]
+            assert written is not None
             if modifier_rank is not None:
-                comm.broadcast(plain.data, engine.mesh.world_group, src=modifier_rank, label="written parameters")
-            local = fsdp.take_shard(param, plain.data)
-            param.sharded_param._local_tensor.copy_(local)
+                comm.broadcast(written.data, engine.mesh.world_group, src=modifier_rank, label="written parameters")
+            local = fsdp.take_shard(param, written.data)
+            fsdp.local_shard(param).copy_(local)
             param._setattr_on_modules(param.sharded_param)

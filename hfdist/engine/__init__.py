@@ -1,1 +1,1 @@
-"""One optimizer step over the mesh: what ranks must agree on (weights of losses, norm, overflow, skips) and the update."""
+"""One optimizer step over the mesh: what ranks must agree on (loss weights, norm, overflow, skips) and the update."""

@@ -1,9 +1,9 @@
 """The engine of one Accelerator: what is prepared, and the order of things around an update.
 
-    forward        loss weighted by label tokens (`loss.py`)
-    backward       gradients reduced by FSDP2 as the stage says (`parallel/zero.py`)
-    finish         the window's remaining factor multiplied in
-    update         agree (nobody failed, loss finite) -> unscale -> clip -> step on local shards -> copies freed
+forward        loss weighted by label tokens (`loss.py`)
+backward       gradients reduced by FSDP2 as the stage says (`parallel/zero.py`)
+finish         the window's remaining factor multiplied in
+update         agree (nobody failed, loss finite) -> unscale -> clip -> step on local shards -> copies freed
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Engine:
 
     def wrap_forward(self, zero: ZeroModel) -> Callable[[], None]:
         """Run `model.forward` under the precision asked for and weight its loss; returns the undo."""
-        model = zero.model
+        model: Any = zero.model  # patched below
         original = model.forward
 
         @functools.wraps(original)
@@ -114,7 +114,7 @@ class Engine:
         def flush() -> None:
             params = sorted(set(pending), key=lambda p: [q is p for q in zero.replicated].index(True))
             pending.clear()
-            if zero.window_open and zero.stage <= 1:
+            if not zero.reducing:
                 return
             flags = [p in params for p in zero.replicated]
             self.meeting.run(comm.REDUCE, zero.root_unit, comm.checksum(flags))

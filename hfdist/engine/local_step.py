@@ -90,7 +90,7 @@ class LocalStep:
         optimizer = self.optimizer
         groups, state = optimizer.param_groups, optimizer.state
         swapped: list[dict[str, Any]] = []
-        local_state: dict[torch.Tensor, Any] = defaultdict(dict)
+        local_state: defaultdict[torch.Tensor, Any] = defaultdict(dict)
         keys: dict[torch.Tensor, torch.Tensor] = {}
         exchanges: dict[dist.ProcessGroup, _Exchange] = {}
         placed: list[tuple[list[nn.Parameter], list[nn.Parameter | None]]] = []
@@ -127,11 +127,11 @@ class LocalStep:
             optimizer.param_groups, optimizer.state = groups, state
             for group, used in zip(groups, swapped, strict=True):
                 group.update({k: v for k, v in used.items() if k not in ("params", "fused")})
-            for local, values in local_state.items():
-                state[keys[local]] = values
-            for local, parameter in keys.items():
-                if local is not parameter:
-                    local.grad = None  # or it would outlive the user's zero_grad
+            for stepped, values in local_state.items():
+                state[keys[stepped]] = values
+            for stepped, parameter in keys.items():
+                if stepped is not parameter:
+                    stepped.grad = None  # or it would outlive the user's zero_grad
         for exchange in exchanges.values():
             exchange.hand_back()
 
@@ -174,10 +174,7 @@ class LocalStep:
         if moved is not None:
             self.optimizer.state[new] = moved
 
-
-    def _move_whole(
-        self, state: dict[str, Any] | None, old: nn.Parameter, new: nn.Parameter
-    ) -> dict[str, Any] | None:
+    def _move_whole(self, state: dict[str, Any] | None, old: nn.Parameter, new: nn.Parameter) -> dict[str, Any] | None:
         """State of a parameter that is stepped whole: everyone's at stage 0, its owner's when sharded."""
         was, becomes = shard_groups(old), shard_groups(new)
         if was and not becomes:

@@ -58,7 +58,8 @@ class LossWeights:
         if not self.in_window:
             return self._ratio(local, total)
         if self.num_micro_steps == 1:
-            self._firsts.append(total)
+            # Any positive number would do as the window's reference; a first micro-step without labels has none.
+            self._firsts.append(total.clamp(min=1) if isinstance(total, torch.Tensor) else max(total, 1.0))
         first = self._firsts[self._forward] if self._forward < len(self._firsts) else total
         self._forward += 1
         self._total = self._total + total

@@ -7,6 +7,7 @@ own update cannot be undone and is an error. Without `ZeroPlugin(escalate_on_oom
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import gc
 import logging
@@ -59,10 +60,8 @@ def run_step(accelerator: Accelerator, fn: Callable[[Any], Any], batch: Any) -> 
                         do=f"Start again at a higher stage. {_advice(accelerator)}",
                     )
                 ) from error
-            try:
+            with contextlib.suppress(StepAborted):
                 engine.meeting.abort(reason)
-            except StepAborted:
-                pass
         _drop_step(accelerator)
         if not accelerator.settings.zero.escalate_on_oom or accelerator.zero_stage == 3:
             raise DistributedError(

@@ -1,7 +1,7 @@
 """Which modules of a model are its blocks: the units that are gathered, sharded and freed one at a time.
 
     LlamaForCausalLM            -> model.layers.0, model.layers.1, ...      (the class names in `_no_split_modules`)
-    BertForMaskedLM             -> bert.encoder.layer.0, ...                (none given: the repeated children of a list)
+    BertForMaskedLM             -> bert.encoder.layer.0, ...                (none given: repeated children of a list)
     Sequential(Linear, Linear)  -> nothing: the whole model is one unit
 
 What is in no block (embeddings, final norm, head) belongs to the root unit.

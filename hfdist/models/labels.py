@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import nn
 
@@ -9,7 +11,7 @@ IGNORED = -100  # transformers' and torch's index for "no target here"
 
 
 def count_labels(model: nn.Module, labels: torch.Tensor) -> torch.Tensor:
-    """Number of targets that count in the loss, a 0-dim int64 tensor: all but -100; for causal models shifted by one."""
+    """Number of targets that count in the loss, a 0-dim int64 tensor: all but -100; shifted by one in causal models."""
     if labels.is_floating_point():  # regression: every value counts
         return torch.tensor(labels.numel(), device=labels.device)
     shifted = labels.ndim >= 2 and shifts_labels(model)
@@ -18,7 +20,8 @@ def count_labels(model: nn.Module, labels: torch.Tensor) -> torch.Tensor:
 
 def shifts_labels(model: nn.Module) -> bool:
     """Whether the model's loss compares position t with label t + 1 (causal language models of transformers do)."""
-    inner = model.get_base_model() if hasattr(model, "get_base_model") else model
+    base: Callable[[], nn.Module] | None = getattr(model, "get_base_model", None)
+    inner = model if base is None else base()
     config = getattr(inner, "config", None)
     if config is None or getattr(config, "is_encoder_decoder", False):
         return False

@@ -35,8 +35,9 @@ def model_size(model: nn.Module, blocks: list[tuple[str, nn.Module]] | None = No
 
 
 def _unit(parameters: list[nn.Parameter]) -> Unit:
-    shaped = [p for p in parameters if p.ndim]
+    # DeepSpeed's ZeRO-3 leaves parameters empty and keeps their shape beside them.
+    shaped = [(tuple(getattr(p, "ds_shape", p.shape)), p.requires_grad) for p in parameters if p.ndim]
     return Unit(
-        trainable=tuple(tuple(p.shape) for p in shaped if p.requires_grad),
-        frozen=tuple(tuple(p.shape) for p in shaped if not p.requires_grad),
+        trainable=tuple(shape for shape, trains in shaped if trains),
+        frozen=tuple(shape for shape, trains in shaped if not trains),
     )

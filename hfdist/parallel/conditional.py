@@ -43,7 +43,7 @@ def _serve_gather(group: fsdp.FSDPParamGroup, module: torch.nn.Module) -> None:
         comm.all_gather(flat.new_empty(flat.numel() * shards.size()), flat, shards, label="served")
         return
     with fsdp.unmet(group):
-        module.unshard()
+        fsdp.as_fsdp(module).unshard()
     group._to_sharded()
 
 

@@ -10,12 +10,13 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Callable, Iterator
+from typing import Any, cast
 
 import torch
 from torch import nn
 from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY
 from torch.distributed._composable_state import _module_state_mapping
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
@@ -24,9 +25,14 @@ from torch.distributed.tensor import DTensor
 from hfdist import comm
 
 
+def as_fsdp(module: nn.Module) -> FSDPModule:
+    """The same module after `fully_shard`, which mixes FSDPModule into its class at run time."""
+    return cast(FSDPModule, module)
+
+
 def param_group(module: nn.Module) -> FSDPParamGroup | None:
     """The group of parameters that `fully_shard(module)` manages; None when it has no parameter of its own."""
-    return module._get_fsdp_state()._fsdp_param_group
+    return as_fsdp(module)._get_fsdp_state()._fsdp_param_group
 
 
 def iterate_params(units: list[nn.Module]) -> Iterator[FSDPParam]:
@@ -35,6 +41,11 @@ def iterate_params(units: list[nn.Module]) -> Iterator[FSDPParam]:
         group = param_group(unit)
         if group is not None:
             yield from group.fsdp_params
+
+
+def local_shard(param: FSDPParam) -> torch.Tensor:
+    """This rank's rows of `param`, the memory itself."""
+    return cast(DTensor, param.sharded_param)._local_tensor
 
 
 def shard_group(group: FSDPParamGroup) -> torch.distributed.ProcessGroup:
@@ -103,7 +114,7 @@ def make_gathered_form(param: FSDPParam) -> None:
 
 def undo_fully_shard(module: nn.Module, whole: dict[FSDPParam, torch.Tensor]) -> None:
     """Take `fully_shard` off `module` (not off its children), registering the `whole` plain parameters it managed."""
-    state = module._get_fsdp_state()
+    state = as_fsdp(module)._get_fsdp_state()
     state._pre_forward_hook_handle.remove()
     state._post_forward_hook_handle.remove()
     for group in state._fsdp_param_groups:
@@ -145,7 +156,8 @@ def reduce_before_item(meeting: weakref.ref[comm.Meeting]) -> Callable[[], None]
     scalar = torch.ops.aten._local_scalar_dense.default
     previous = handlers.get(scalar)
 
-    def item(op: object, args: tuple[DTensor, ...], kwargs: object) -> object:
+    def item(op_call: object, args: tuple[Any, ...], kwargs: object) -> object:
+        value: DTensor
         (value,) = args
         alive = meeting()
         if alive is not None and any(placement.is_partial() for placement in value.placements):

@@ -46,10 +46,11 @@ def load_into_shards(shard: Sharder, dtype: torch.dtype | None) -> Callable[[], 
 
     for undo_previous in list(_installed):  # the newest Accelerator is the one that lives
         undo_previous()
-    original = PreTrainedModel.from_pretrained.__func__
-    prepare = PreTrainedModel.prepare_distribute_model.__func__
-    distribute = PreTrainedModel.maybe_distribute_model.__func__
-    initialize = PreTrainedModel._initialize_missing_keys
+    patched: Any = PreTrainedModel  # its methods are replaced below and put back by the undo
+    original = patched.from_pretrained.__func__
+    prepare = patched.prepare_distribute_model.__func__
+    distribute = patched.maybe_distribute_model.__func__
+    initialize = patched._initialize_missing_keys
 
     @functools.wraps(original)
     def from_pretrained(cls: type, *args: Any, **kwargs: Any) -> Any:
@@ -79,7 +80,7 @@ def load_into_shards(shard: Sharder, dtype: torch.dtype | None) -> Callable[[], 
             return prepare(cls, distributed_config, device_map)
         return distributed_config, device_map, None
 
-    def maybe_distribute_model(cls: type, model: nn.Module, distributed_config: Any, mesh_manager: Any) -> nn.Module:
+    def maybe_distribute_model(cls: type, model: Any, distributed_config: Any, mesh_manager: Any) -> nn.Module:
         sharder = _sharder.get()
         if sharder is None:
             return distribute(cls, model, distributed_config, mesh_manager)
@@ -97,17 +98,17 @@ def load_into_shards(shard: Sharder, dtype: torch.dtype | None) -> Callable[[], 
         with _missing_whole(zero):
             initialize(model, *args, **kwargs)
 
-    PreTrainedModel.from_pretrained = classmethod(from_pretrained)
-    PreTrainedModel.prepare_distribute_model = classmethod(prepare_distribute_model)
-    PreTrainedModel.maybe_distribute_model = classmethod(maybe_distribute_model)
-    PreTrainedModel._initialize_missing_keys = _initialize_missing_keys
+    patched.from_pretrained = classmethod(from_pretrained)
+    patched.prepare_distribute_model = classmethod(prepare_distribute_model)
+    patched.maybe_distribute_model = classmethod(maybe_distribute_model)
+    patched._initialize_missing_keys = _initialize_missing_keys
 
     def undo() -> None:
-        if getattr(PreTrainedModel.from_pretrained, "__func__", None) is from_pretrained:
-            PreTrainedModel.from_pretrained = classmethod(original)
-            PreTrainedModel.prepare_distribute_model = classmethod(prepare)
-            PreTrainedModel.maybe_distribute_model = classmethod(distribute)
-            PreTrainedModel._initialize_missing_keys = initialize
+        if getattr(patched.from_pretrained, "__func__", None) is from_pretrained:
+            patched.from_pretrained = classmethod(original)
+            patched.prepare_distribute_model = classmethod(prepare)
+            patched.maybe_distribute_model = classmethod(distribute)
+            patched._initialize_missing_keys = initialize
         if undo in _installed:
             _installed.remove(undo)
 
@@ -164,7 +165,7 @@ def _make_plain(module: nn.Module) -> None:
     if group is not None:
         shards = fsdp.shard_group(group)
         for param in group.fsdp_params:
-            whole[param] = fsdp.gather_whole(param.sharded_param._local_tensor.detach(), param._orig_size[0], shards)
+            whole[param] = fsdp.gather_whole(fsdp.local_shard(param).detach(), param._orig_size[0], shards)
     fsdp.undo_fully_shard(module, whole)
 
 
@@ -187,11 +188,11 @@ def _missing_whole(zero: ZeroModel) -> Iterator[None]:
             param._setattr_on_modules(plain)
     yield
     for param in missing:
-        plain = param._module_info.module._parameters[param._module_info.param_name]
-        assert plain is not None
-        comm.broadcast(plain.data, zero.mesh.world_group, label="initialised weights")
-        shard = nn.Parameter(param.to_sharded_dtensor(fsdp.take_shard(param, plain.data)))
-        shard.requires_grad_(plain.requires_grad)
+        filled = param._module_info.module._parameters[param._module_info.param_name]
+        assert filled is not None
+        comm.broadcast(filled.data, zero.mesh.world_group, label="initialised weights")
+        shard = nn.Parameter(param.to_sharded_dtensor(fsdp.take_shard(param, filled.data)))
+        shard.requires_grad_(filled.requires_grad)
         param._setattr_on_modules(shard)
 
 
@@ -201,7 +202,7 @@ def _finish(model: nn.Module) -> None:
     if zero is None:
         return
     for param in fsdp.iterate_params(zero.modules):
-        current = param._module_info.module._parameters[param._module_info.param_name]
+        current: Any = param._module_info.module._parameters[param._module_info.param_name]
         # The loader's shards are views into the mapped file: the whole tensor stays mapped, and saving over that file
         # would pull it from under the model.
         current._local_tensor = current._local_tensor.detach().clone()
@@ -209,5 +210,3 @@ def _finish(model: nn.Module) -> None:
         param.reset_sharded_param()
     for buffer in model.buffers():
         comm.broadcast(buffer.data, zero.mesh.world_group, label="buffers")
-
-

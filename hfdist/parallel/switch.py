@@ -11,6 +11,7 @@ from collections.abc import Callable
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from hfdist import comm
 from hfdist.errors import DistributedError, say
@@ -79,7 +80,7 @@ def _lay_out_anew(zero: ZeroModel, name: str, module: nn.Module, move_state: Sta
     old_params = list(group.fsdp_params)
     old_by_place = {_place(p): p for p in old_params}
     plans = {p: Relayout(p, shards) for p in old_params}
-    whole = {p: plans[p].whole(p.sharded_param._local_tensor.detach()) for p in old_params}
+    whole = {p: plans[p].whole(fsdp.local_shard(p).detach()) for p in old_params}
     fsdp.undo_fully_shard(module, whole)
     whole.clear()
     zero.shard_unit(name, module)
@@ -97,5 +98,7 @@ def _place(param: fsdp.FSDPParam) -> tuple[int, str]:
 
 @torch.no_grad()
 def _move_gradient(plan: Relayout, old: fsdp.FSDPParam, new: fsdp.FSDPParam) -> None:
-    if old.sharded_param.grad is not None:
-        new.sharded_param.grad = new.to_sharded_dtensor(plan.move(old.sharded_param.grad._local_tensor))
+    gradient = old.sharded_param.grad
+    if gradient is not None:
+        assert isinstance(gradient, DTensor)
+        new.sharded_param.grad = new.to_sharded_dtensor(plan.move(gradient._local_tensor))

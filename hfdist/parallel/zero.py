@@ -16,13 +16,13 @@ Units are the model's blocks and the root (everything else). Every unit's collec
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 from torch.utils.hooks import RemovableHandle
 
@@ -46,6 +46,7 @@ class ZeroModel:
     replicated: list[nn.Parameter]  # 0-dim parameters, which FSDP2 refuses: kept whole, gradients all-reduced
     conditional: bool = False
     window_open: bool = False  # between a micro-step without and the one with gradient synchronisation
+    reducing: bool = True  # False while gradients stay whole (stages 0 and 1 inside no_sync)
     used: set[fsdp.FSDPParam] = field(default_factory=set)  # conditional modules: got a gradient on this rank
     unit_numbers: dict[str, int] = field(default_factory=dict)
     _after_forward: RemovableHandle | None = None
@@ -68,7 +69,7 @@ class ZeroModel:
         """`fully_shard` one unit on the mesh of the current stage and route its collectives through `comm`."""
         if module is self.model and self._after_forward is not None:
             self._after_forward.remove()
-        fsdp.fully_shard(
+        fully_shard(
             module,
             mesh=self.mesh.for_stage(self.stage),
             mp_policy=self.mp_policy,
@@ -84,31 +85,39 @@ class ZeroModel:
         if group is None:
             return
         unit = self.unit_numbers[name]
-        module.set_custom_all_gather(_MetAllGather(self.meeting, unit, name))
-        module.set_custom_reduce_scatter(_CountedReduceScatter(name))
+        unit_module = fsdp.as_fsdp(module)
+        unit_module.set_custom_all_gather(_MetAllGather(self.meeting, unit, name))
+        unit_module.set_custom_reduce_scatter(_CountedReduceScatter(name))
         original = group.post_backward
-        group.post_backward = lambda *unused: self._post_backward(group, unit, name, original)
+        # FSDP2 has no public place between a unit's backward and its reduction.
+        group.post_backward = (  # type: ignore[method-assign]
+            lambda *unused: self._post_backward(group, unit, name, original)
+        )
 
     def apply_policy(self) -> None:
         """Set what FSDP2 keeps and frees according to the stage, for the last (or only) micro-step of a window."""
         for _, module in self.blocks:
-            module.set_reshard_after_forward(self.stage in (0, 3), recurse=False)
+            fsdp.as_fsdp(module).set_reshard_after_forward(self.stage in (0, 3), recurse=False)
         # The root is needed again at once when backward starts, so stage 3 keeps it, as FSDP2 does by default.
-        self.model.set_reshard_after_forward(self.stage == 0, recurse=False)
-        self.model.set_requires_gradient_sync(True)
-        self.model.set_reshard_after_backward(True)
+        root = fsdp.as_fsdp(self.model)
+        root.set_reshard_after_forward(self.stage == 0, recurse=False)
+        root.set_requires_gradient_sync(True)
+        root.set_reshard_after_backward(True)
+        self.reducing = True
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
         """A micro-step that is not the last of its window."""
         self.window_open = True
+        root = fsdp.as_fsdp(self.model)
         if self.stage <= 1:
-            self.model.set_requires_gradient_sync(False)
+            root.set_requires_gradient_sync(False)
+            self.reducing = False
         else:
             # With replicas: reduce-scatter inside each replica every micro-step, all-reduce across them once.
-            self.model.set_requires_all_reduce(False)
+            root.set_requires_all_reduce(False)
         if self.stage in (1, 2):
-            self.model.set_reshard_after_backward(False)
+            root.set_reshard_after_backward(False)
         try:
             yield
         finally:
@@ -117,7 +126,7 @@ class ZeroModel:
     def reshard(self) -> None:
         """Put every unit at rest: sharded parameters registered, gathered copies freed. No communication."""
         for module in self.modules:
-            module.reshard()
+            fsdp.as_fsdp(module).reshard()
 
     def _rest_after_eval(self, *unused: object) -> None:
         """After a forward without gradients: free copies, and never hide gradients that wait behind a copy.
@@ -133,7 +142,7 @@ class ZeroModel:
     def reset(self) -> None:
         """Forget an interrupted pass (an exception in forward or backward) with its gradients."""
         with contextlib.suppress(RuntimeError):  # raised when no forward ever ran: nothing to reset
-            self.model.reset_iter_state()
+            fsdp.as_fsdp(self.model).reset_iter_state()
         self.reshard()
         for param in fsdp.iterate_params(self.modules):
             param.unsharded_accumulated_grad = None
@@ -152,7 +161,7 @@ class ZeroModel:
             if hasattr(param, "_unsharded_param")
         }
 
-    def _post_backward(self, group: fsdp.FSDPParamGroup, unit: int, name: str, original: object) -> None:
+    def _post_backward(self, group: fsdp.FSDPParamGroup, unit: int, name: str, original: Callable[[], None]) -> None:
         """Meet before a unit's gradients are reduced; the parameters that have one must be the same on all ranks."""
         flags = [fsdp.has_gradient(param) for param in group.fsdp_params]
         if not group.reduce_grads or not any(flags):
@@ -257,7 +266,7 @@ class _MetAllGather(AllGather):
         """The same gather for a rank that has met the others already."""
         return _MetAllGather(None, self.unit, self.name)
 
-    def allocate(self, size: tuple[int, ...], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(
@@ -284,7 +293,7 @@ class _CountedReduceScatter(ReduceScatter):
     def __init__(self, name: str) -> None:
         self.name = name
 
-    def allocate(self, size: tuple[int, ...], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from hfdist.errors import ConfigError, say
 from hfdist.recipe.arguments import RecipeArguments, verify_room
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     import torch
     from transformers import LlamaConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-EMBEDDED_SHAPES = {
+EMBEDDED_SHAPES: dict[str, dict[str, Any]] = {
     "embedded": {"hidden_size": 320, "intermediate_size": 864, "num_hidden_layers": 6},
     "tiny": {"hidden_size": 64, "intermediate_size": 172, "num_hidden_layers": 2},
 }
@@ -47,11 +47,13 @@ def load_tokenizer(args: RecipeArguments) -> PreTrainedTokenizerBase:
 def load_model(args: RecipeArguments) -> PreTrainedModel:
     """The model of `args.model` in fp32, the same weights on every rank."""
     import torch
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
     torch.manual_seed(args.seed)
+    model: PreTrainedModel
     if args.model in EMBEDDED_SHAPES:
-        model = AutoModelForCausalLM.from_config(embedded_config(args.model), dtype=torch.float32)
+        # Not `from_config`: under DeepSpeed's ZeRO-3 that draws other random weights.
+        model = LlamaForCausalLM(embedded_config(args.model))
     else:
         try:
             model = AutoModelForCausalLM.from_pretrained(_source(args.model), dtype=torch.float32)

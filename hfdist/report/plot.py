@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from hfdist.report.runs import ROWS, RecordedRun, load_run, row_bytes
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.ticker import MaxNLocator
 
 # Okabe and Ito's palette: told apart by colour-blind readers.
 RUN_COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
@@ -87,7 +88,7 @@ def _draw_losses(axes: Axes, runs: Sequence[RecordedRun]) -> None:
     axes.set_title("Loss", loc="left", fontsize=11)
     axes.set_xlabel("optimizer step")
     axes.set_xlim(left=0)
-    axes.xaxis.get_major_locator().set_params(integer=True)
+    cast("MaxNLocator", axes.xaxis.get_major_locator()).set_params(integer=True)  # the locator of a linear axis
     axes.grid(axis="y", color=GRID, linewidth=0.8)
     axes.set_axisbelow(True)
     axes.legend(frameon=False, loc="upper right")
@@ -105,6 +106,8 @@ def _draw_memory(axes: Axes, runs: Sequence[RecordedRun]) -> None:
         ranks = run.ranks if len(runs) == 1 and len(run.ranks) <= 8 else run.ranks[:1]
         for index, memory in enumerate(ranks):
             name = f"rank {index}" if len(runs) == 1 else run.header["recipe"]
+            if run.switches:
+                name += f"\n(at stage {run.summary['memory_stage']})"
             bars.append((name, {row: row_bytes(memory, row) for row in ROWS}, expected))
             peaks.append((memory.get("peak_total") or 0) / 1e6)
     if not bars:

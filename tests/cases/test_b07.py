@@ -47,7 +47,7 @@ def _load(stage: int, everything: bool, precision: str, directory: str) -> tuple
         for parameter in model.frozen.parameters():
             parameter.fill_(-1.0)
     parameters = model.parameters() if everything else model.head.parameters()
-    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(parameters, lr=0.05, weight_decay=0.1))
+    model, _ = accelerator.prepare(model, torch.optim.AdamW(parameters, lr=0.05, weight_decay=0.1))
     accelerator.load_state(directory)
     frozen = [name for name, p in model.named_parameters() if not p.requires_grad]
     return whole_parameters(accelerator, model), frozen
@@ -55,7 +55,8 @@ def _load(stage: int, everything: bool, precision: str, directory: str) -> tuple
 
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize(
-    ("world_size", "everything", "precision"), [(2, False, "no"), (3, True, "no"), (2, True, "bf16"), (3, False, "fp16")]
+    ("world_size", "everything", "precision"),
+    [(2, False, "no"), (3, True, "no"), (2, True, "bf16"), (3, False, "fp16")],
 )
 def test_frozen_weights(
     pool: Pools, tmp_path: Path, stage: int, world_size: int, everything: bool, precision: str

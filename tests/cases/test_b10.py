@@ -39,10 +39,8 @@ def _resize(stage: int, old: int, new: int, tied: bool, when: str, directory: st
     from hfdist.plugins import ZeroPlugin
 
     accelerator = make_accelerator(plugins=[ZeroPlugin(stage=stage)])
-    if when == "loaded":  # straight into shards at stage 3
-        model = AutoModelForCausalLM.from_pretrained(directory)
-    else:
-        model = build(old, tied)
+    # Loaded: straight into shards at stage 3.
+    model = AutoModelForCausalLM.from_pretrained(directory) if when == "loaded" else build(old, tied)
     if when == "before":
         model.resize_token_embeddings(new)
     model = accelerator.prepare(model)

@@ -44,7 +44,7 @@ def _train(stage: int, gas: int, optimizer_name: str, dtype: str) -> list[Tensor
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("optimizer_name", ["Adam", "SGD"])
-@pytest.mark.parametrize(("world_size", "gas", "dtype"), [(2, 4, "fp32"), (2, 4, "fp64"), (3, 4, "fp64"), (4, 1, "fp64")])
+@pytest.mark.parametrize(("world_size", "gas", "dtype"), [(2, 4, "fp32"), (2, 4, "fp64"), (3, 2, "fp64")])
 def test_stage_equals_one_process(
     pool: Pools, stage: int, optimizer_name: str, world_size: int, gas: int, dtype: str
 ) -> None:

@@ -78,9 +78,7 @@ def _train(stage: int, bad_rank: int, how: str, gas: int, num_optimizers: int) -
     ("world_size", "bad_rank", "how", "gas"),
     [(2, 1, "inf", 1), (2, 0, "nan", 1), (3, 2, "data", 1), (2, 1, "clipped", 1), (2, 1, "inf", 3)],
 )
-def test_overflow_on_one_rank(
-    pool: Pools, stage: int, world_size: int, bad_rank: int, how: str, gas: int
-) -> None:
+def test_overflow_on_one_rank(pool: Pools, stage: int, world_size: int, bad_rank: int, how: str, gas: int) -> None:
     """Scale 65536 to 32768 on all; parameters, learning rate and step counts as before; then it goes on."""
     ranks = pool(world_size).run(_train, stage, bad_rank, how, gas, 1)
     for rank, seen in enumerate(ranks):

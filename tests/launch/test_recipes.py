@@ -169,7 +169,7 @@ def test_save_plot_and_train_on_from_there(tmp_path: Path) -> None:
 
 
 def refused(*words: str) -> str:
-    done = launch(*words, timeout=90)
+    done = launch(*words)
     assert done.returncode != 0
     assert "ConfigError: Got" in done.stdout, done.stdout[-3000:]
     return done.stdout

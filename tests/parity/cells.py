@@ -49,8 +49,8 @@ def pairwise_cells() -> list[Cell]:
 def cover(factors: Sequence[Sequence], subsets: Sequence[tuple[int, ...]]) -> list[tuple]:
     """Rows such that, for each subset of factor indices, every combination of their values appears in some row.
 
-    Greedy: the next row is one that covers most of what is still missing; of those, the one whose values were used least
-    so far; of those, the first in product order, so that the result is the same on every machine.
+    Greedy: the next row is one that covers most of what is still missing; of those, the one whose values were used
+    least so far; of those, the first in product order, so that the result is the same on every machine.
     """
     rows = list(itertools.product(*factors))
     parts = [[(index, tuple(row[i] for i in subset)) for index, subset in enumerate(subsets)] for row in rows]
@@ -76,9 +76,14 @@ def windows_of(cell: Cell) -> list[Window]:
 
 
 def recipe_of(cell: Cell) -> Recipe:
-    """Muon orthogonalises in bf16 inside: where inputs differ by fp32's rounding an element may round the other way, which
-    moves a parameter by up to 1e-2 of the learning rate. In fp32 the rate is small enough for that not to show."""
-    return Recipe(cell.optimizer, lr=5e-5) if (cell.optimizer, cell.dtype) == ("muon", "fp32") else Recipe(cell.optimizer)
+    """The cell's optimizer; for Muon in fp32 with a small learning rate.
+
+    Muon orthogonalises in bf16 inside: where inputs differ by fp32's rounding an element may round the other way, which
+    moves a parameter by up to 1e-2 of the learning rate. The rate is small enough for that not to show.
+    """
+    return (
+        Recipe(cell.optimizer, lr=5e-5) if (cell.optimizer, cell.dtype) == ("muon", "fp32") else Recipe(cell.optimizer)
+    )
 
 
 def oracle_of(cell: Cell) -> list[Step]:

@@ -1,7 +1,7 @@
 """Training loops that run in every rank and record what the oracle records.
 
-The loop is what a user writes against accelerate; only the recording is ours. Whole tensors are collected with DTensor's
-own `full_tensor` (gradients) and `accelerator.get_state_dict` (parameters), so both roads are tested too.
+The loop is what a user writes against accelerate; only the recording is ours. Whole tensors are collected with
+DTensor's own `full_tensor` (gradients) and `accelerator.get_state_dict` (parameters), so both roads are tested too.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Cell:
 
 @dataclass(frozen=True)
 class RankRun:
-    """What one rank brings back: all `steps` from rank 0, and from every rank the norms and a digest of its parameters."""
+    """What one rank brings back: all `steps` (rank 0 only), the norms, and a digest of its whole parameters."""
 
     steps: list[Step]
     norms: list[float]
@@ -63,9 +63,7 @@ def train_cell(cell: Cell, recipe: Recipe, windows: list[Window]) -> RankRun:
     """Train as `cell` says, with `accelerator.accumulate` around each micro-batch."""
     from hfdist.plugins import ZeroPlugin
 
-    accelerator = make_accelerator(
-        plugins=[ZeroPlugin(stage=cell.stage)], gradient_accumulation_steps=cell.gas
-    )
+    accelerator = make_accelerator(plugins=[ZeroPlugin(stage=cell.stage)], gradient_accumulation_steps=cell.gas)
     model = build_lm(cell.family, tied=cell.tied, dtype=DTYPES[cell.dtype])
     optimizers = recipe.build(model)
     model, *optimizers = accelerator.prepare(model, *optimizers)

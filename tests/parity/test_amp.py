@@ -4,9 +4,9 @@ Two kinds of data. Even: every micro-batch has 16 label tokens, so all weights a
 work of a rank is, bit for bit, the oracle's; only fp32 sums differ. Ragged: weights round in half precision too.
 
 Bounds, in one place below: `EVEN` for the first step of even data (it tells the compute modes apart: they differ by
-1e-3 and more); `RAGGED` times a tensor's largest gradient for ragged data, about ten units of the dtype's rounding (2^-8 for
-bf16, 2^-11 for fp16); `LATER` for parameters after all steps, when an fp32 difference may have moved a rounding of
-a half-precision copy.
+1e-3 and more); `RAGGED` times a tensor's largest gradient for ragged data, about ten units of the dtype's rounding
+(2^-8 for bf16, 2^-11 for fp16; CPU layer norm sums its weight's gradient in half precision); `LATER` for parameters
+after all steps, when an fp32 difference may have moved a rounding of a half-precision copy.
 """
 
 from __future__ import annotations
@@ -51,7 +51,8 @@ class AmpCell:
     def name(self) -> str:
         """Test id."""
         clip, tied = ("clip" if self.clip else "noclip"), ("tied" if self.tied else "untied")
-        return f"{self.family}-{tied}-{self.dtype}-{self.compute}-stage{self.stage}-gas{self.gas}-{clip}-w{self.world_size}"
+        model, step = f"{self.family}-{tied}-{self.dtype}-{self.compute}", f"stage{self.stage}-gas{self.gas}-{clip}"
+        return f"{model}-{step}-w{self.world_size}"
 
 
 FACTORS = [
@@ -135,7 +136,9 @@ def _dtypes(dtype: str, compute: ComputeMode) -> dict[str, str]:
     accelerator = make_accelerator(plugins=[ZeroPlugin(stage=3), amp])
     model = build_lm("llama", tied=True)
     block = model.model.layers[0].mlp.up_proj
-    block.register_forward_hook(lambda module, _, out: seen.update(weight=str(module.weight.dtype), output=str(out.dtype)))
+    block.register_forward_hook(
+        lambda module, _, out: seen.update(weight=str(module.weight.dtype), output=str(out.dtype))
+    )
     model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
     batch = make_windows(vocab=61, steps=1, gas=1, world_size=1)[0][0][0]
     outputs = model(**batch)
@@ -153,7 +156,7 @@ def _dtypes(dtype: str, compute: ComputeMode) -> dict[str, str]:
 @pytest.mark.parametrize("compute", ["mixed", "cast", "autocast"])
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 def test_dtypes_while_it_runs(pool: Pools, dtype: str, compute: ComputeMode) -> None:
-    """What a hook in the model sees: half weights in "mixed" and "cast", fp32 ones in "autocast"; masters always fp32."""
+    """What a hook in the model sees: half weights in "mixed" and "cast", fp32 ones in "autocast"; fp32 masters."""
     half, full = str(DTYPES[dtype]), "torch.float32"
     want = {"weight": full if compute == "autocast" else half, "output": half, "logits": full}
     want |= {"master": full, "gradient": full, "optimizer": full}

@@ -1,4 +1,4 @@
-"""Stages 0-3 x accumulation x clipping x optimizers x world sizes against one process (the part of the matrix for CI)."""
+"""Stages 0-3 x accumulation x clipping x optimizers x world sizes against one process (CI's part of the matrix)."""
 
 from __future__ import annotations
 

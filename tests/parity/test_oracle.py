@@ -16,8 +16,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from tests.models import Recipe, Window, build_lm, concatenate, count_label_tokens, make_windows
 from tests.oracle import LossScale, Step, Tensors, assert_steps, gradients_of, half_gradients, train, train_amp, update
-from tests.parity.loops import CLIP, DTYPES, Cell
 from tests.parity.cells import oracle_of, windows_of
+from tests.parity.loops import CLIP, DTYPES, Cell
 from tests.pool import Pools
 
 Fault = Literal["none", "mean_of_means", "one_gradient", "stale_rank", "local_norm", "lost_micro_batch"]
@@ -71,7 +71,10 @@ def test_ddp_done_right_equals_the_oracle(pool: Pools, world_size: int, family: 
     ("fault", "message"),
     [
         ("mean_of_means", r"step 0: gradients: \d+ of \d+ differ"),
-        ("one_gradient", r"step 0: gradients: 1 of \d+ differ by more than 1e-10: model.layers.1.mlp.up_proj.weight 1.000e-08"),
+        (
+            "one_gradient",
+            r"step 0: gradients: 1 of \d+ differ by more than 1e-10: model.layers.1.mlp.up_proj.weight 1.000e-08",
+        ),
         ("local_norm", r"step 0: clipped gradients"),
         ("lost_micro_batch", r"step 0: loss"),
     ],

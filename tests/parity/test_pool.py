@@ -1,4 +1,4 @@
-"""The pool itself: values by rank, every rank's error, stacks of a hang, death, and nothing left behind between calls."""
+"""The pool itself: values by rank, every rank's error, stacks of a hang, death, nothing left between calls."""
 
 from __future__ import annotations
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import resource
 import sys
@@ -55,9 +56,7 @@ def _train(
         scales.append(1.0 if accelerator.scaler is None else accelerator.scaler.get_scale())
         stages.append(accelerator.zero_stage)
 
-    run = run_windows(
-        accelerator, model, optimizers, windows, clip=CLIP, schedulers=schedulers, between=between
-    )
+    run = run_windows(accelerator, model, optimizers, windows, clip=CLIP, schedulers=schedulers, between=between)
     return run, scales, stages
 
 
@@ -83,7 +82,7 @@ def test_switching_changes_nothing(pool: Pools, world_size: int, family: Family,
 def test_every_pair_of_stages(pool: Pools, world_size: int) -> None:
     """Any stage to any other (an Euler tour of all twelve changes)."""
     route = (0, 1, 2, 3, 2, 1, 3, 1, 0, 3, 0, 2, 0)
-    assert len(set(zip(route, route[1:], strict=False))) == 12
+    assert len(set(itertools.pairwise(route))) == 12
     windows = make_windows(vocab=VOCAB["llama"], steps=len(route), gas=1, world_size=world_size)
     recipe = Recipe("adamw", lr=1e-3)
     runs = [run for run, _, _ in pool(world_size).run(_train, "llama", recipe, windows, route, 1, None)]
@@ -207,7 +206,7 @@ def _peak(route: tuple[int, ...], directory: str) -> list[tuple[int, int, int, i
     for stage in (*route, *route):  # what is allocated once and kept (groups, caches) is not a switch's peak
         accelerator.set_zero_stage(stage)
     seen = []
-    for before, after in zip(route, route[1:], strict=False):
+    for before, after in itertools.pairwise(route):
         at_rest = _resident()
         Path("/proc/self/clear_refs").write_text("5")  # the high-water mark starts anew
         # Nothing may reach the disk: any write to a file fails.
@@ -279,7 +278,9 @@ def test_a_switch_inside_a_window_waits_or_is_refused(pool: Pools, stage: int) -
     """Either way the window's update is one process's; a refusal says why."""
     model = build_lm("llama", tied=True, dtype=torch.float64)
     batch = make_windows(vocab=61, steps=1, gas=1, world_size=1)[0][0][0]
-    want = train(model, [[[batch, batch], [batch, batch]]], optimizers=lambda m: [torch.optim.SGD(m.parameters(), lr=0.1)])
+    want = train(
+        model, [[[batch, batch], [batch, batch]]], optimizers=lambda m: [torch.optim.SGD(m.parameters(), lr=0.1)]
+    )
     sums = [p.sum().item() for p in want[0].parameters.values()]
     for text, after, got in pool(2).run(_switch_in_a_window, stage):
         assert after == (stage if text else (stage + 1) % 4)

@@ -390,8 +390,8 @@ def frozen_then_trained(accelerator: Any, model: Any, batches: list[Batch], log:
         log.parameters()
 
 
-# Loops whose loss reaches the model with labels are right on ragged batches (weighted by tokens); one that makes its own
-# mean is right where every rank has as many tokens, as in any data-parallel engine.
+# Loops that give labels to the model are right on ragged batches (weighted by tokens); one that makes its own mean is
+# right where every rank has as many tokens, as in any data-parallel engine.
 RAGGED_LOOPS: list[Loop] = [
     zero_before,
     zero_between,

@@ -32,7 +32,7 @@ from hfdist.engine.recover import run_step
 from hfdist.engine.scaler import LossScaler
 from hfdist.errors import ConfigError, say
 from hfdist.launch import engine_environment
-from hfdist.mesh import DataMesh
+from hfdist.mesh import DataMesh, forget_meshes
 from hfdist.parallel import amp as precision
 from hfdist.parallel import fsdp, loading
 from hfdist.parallel.switch import switch_stage
@@ -87,6 +87,8 @@ class Accelerator(accelerate.Accelerator):
             mesh.coordinates,
             stall_timeout=settings.stall_timeout,
             enabled=on_gloo or settings.zero.conditional_modules or settings.zero.escalate_on_oom,
+            device=self.device,
+            device_group=mesh.world_group,
         )
         engine = Engine(
             mesh,
@@ -403,6 +405,7 @@ class Accelerator(accelerate.Accelerator):
             model.__dict__.pop("_is_accelerate_prepared", None)
         self.engine.models.clear()
         self.engine.optimizers.clear()
+        forget_meshes()
         return super().free_memory(*objects)
 
     # --------------------------------------------------------------- reports

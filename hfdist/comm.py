@@ -67,6 +67,8 @@ class Meeting:
     num_steps: int = 0  # optimizer steps so far, for messages
     serve: Callable[[int, int], None] | None = None  # conditional modules: take part in (op, unit) that others need
     group: dist.ProcessGroup | None = None
+    device: torch.device | None = None  # where numbers are agreed on when there are no meetings
+    device_group: dist.ProcessGroup | None = None
 
     def __post_init__(self) -> None:
         if self.world_size > 1 and self.enabled:
@@ -126,7 +128,7 @@ class Meeting:
     def numbers(self, op: int, number: int, describe: Callable[[], str] | None = None) -> list[int]:
         """Announce `op` with a number (0 <= number < 2**32) and return every rank's number, by rank."""
         if self.group is None:
-            return [number]
+            return [number] if self.world_size == 1 else self._numbers_on_device(number)
         code = (op << 48) | number
         codes = self._exchange(code, lambda: self._say(code, describe))
         if all(other >> 32 == op << 16 for other in codes):
@@ -134,6 +136,14 @@ class Meeting:
         if any(other >> 48 == ABORT for other in codes):
             self._raise_aborted(codes, "")
         self._raise_different(code, describe)
+
+    def _numbers_on_device(self, number: int) -> list[int]:
+        """Without meetings (a device backend): the ranks' numbers by that backend, waiting for the device."""
+        assert self.device_group is not None
+        mine = torch.tensor([number], dtype=torch.int64, device=self.device)
+        numbers = torch.empty(self.world_size, dtype=torch.int64, device=self.device)
+        all_gather(numbers, mine, self.device_group, label="numbers")
+        return numbers.tolist()
 
     def drain(self) -> None:
         """Serve the others until no rank needs anything in this pass (conditional modules only)."""

@@ -96,6 +96,11 @@ def forget_lonely_state(environ: MutableMapping[str, str]) -> None:
     log_once(f"accelerate's state was made before hfdist.Accelerator and saw 1 process of {world}: made anew")
 
 
+def override_accumulation(environ: MutableMapping[str, str], num_steps: int) -> None:
+    """A command line's own micro-steps per update, in place of what the launcher exported from the yaml."""
+    environ["ACCELERATE_GRADIENT_ACCUMULATION_STEPS"] = str(num_steps)
+
+
 def log_once(text: str) -> None:
     """A warning on the main rank only, before there is any accelerate state to ask who that is."""
     if os.environ.get("RANK", "0") == "0":

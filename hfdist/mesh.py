@@ -45,9 +45,7 @@ class DataMesh:
             # One process is the same code with communication absent; FSDP2 wants a mesh, so it gets one of size 1.
             dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
         self.world_group = dist.new_group(list(range(self.world_size)))
-        # DTensor remembers results by meshes that compare equal; one from a destroyed group must not come back.
-        _clear_fast_path_sharding_prop_cache()
-        _clear_python_sharding_prop_cache()
+        forget_meshes()
 
     def shape(self, stage: int) -> tuple[int, int]:
         """(dp_replicate, dp_shard) at `stage`."""
@@ -75,6 +73,16 @@ class DataMesh:
     def coordinates(self, rank: int) -> str:
         """`dp=1`: how messages name a rank."""
         return coordinates(dp=rank)
+
+
+def forget_meshes() -> None:
+    """Clear DTensor's memory of results, keyed by meshes that compare equal.
+
+    A mesh of a destroyed group must not come back from it, and one out of use must not be kept alive by it: every gloo
+    group has four threads.
+    """
+    _clear_fast_path_sharding_prop_cache()
+    _clear_python_sharding_prop_cache()
 
 
 def _make_groups(rows: list[list[int]], rank: int) -> dist.ProcessGroup:

@@ -49,6 +49,7 @@ class Engine:
     last_norm: torch.Tensor | None = None  # of the engine's own clipping
     num_updates: int = 0
     updating: bool = False  # inside optimizer.step: what fails now has already changed something
+    _clipped: bool = False  # since the last backward
     _bad_loss: torch.Tensor | None = None
 
     # ---------------------------------------------------------------- forward
@@ -90,6 +91,7 @@ class Engine:
         if self.raise_nonfinite and self.scaler is None:
             bad = ~torch.isfinite(loss.detach()).all()
             self._bad_loss = bad if self._bad_loss is None else self._bad_loss | bad
+        self._clipped = False
         factor = self.weights.take_back()
         if not isinstance(factor, float) or factor != 1.0:
             norm.scale_gradients(self.parameters(), factor)
@@ -156,8 +158,7 @@ class Engine:
             if not stepped:
                 self.scaler.note_overflow(optimizer.optimizer)
         if stepped:
-            if self.gradient_clipping:
-                self.last_norm = self.clip(optimizer.parameters(), self.gradient_clipping)
+            self._clip_once()
             self.updating = True
             optimizer.local.step()
             self.updating = False
@@ -169,6 +170,17 @@ class Engine:
         self.weights.end_window()
         self.meeting.num_steps += 1
         return stepped
+
+    def _clip_once(self) -> None:
+        """The clipping that the configuration asks for: by the norm of all gradients, whatever optimizer they are of."""
+        if not self.gradient_clipping or self._clipped:
+            return
+        if self.scaler is not None:
+            for other in self.optimizers:
+                self.scaler.unscale_(other.optimizer)
+        parameters = {id(p): p for optimizer in self.optimizers for p in optimizer.parameters()}
+        self.last_norm = self.clip(parameters.values(), self.gradient_clipping)
+        self._clipped = True
 
     def _agree(self) -> None:
         bad = self._bad_loss

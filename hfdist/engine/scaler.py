@@ -40,13 +40,16 @@ class LossScaler(torch.amp.GradScaler):
         self._hysteresis_left = amp.hysteresis
         self.skipped_in_a_row = 0
         self.num_skipped = 0
-        self._unscaled: dict[int, bool] = {}  # id(optimizer) -> overflow found
-        self._window_updated = False
+        # Since the last backward: id(optimizer) -> overflow found; whether the scale was looked at, and lowered.
+        self._unscaled: dict[int, bool] = {}
+        self._window_updated = self._backed_off = False
+        self._overflow_name: str | None = None
 
     def scale(self, outputs: Any) -> Any:
         """`outputs` (a loss, or losses) times the scale."""
         self._in_gradients = self.current
-        self._window_updated = False
+        self._window_updated = self._backed_off = False
+        self._unscaled.clear()
         if isinstance(outputs, torch.Tensor):
             return outputs * self.current
         return type(outputs)(self.scale(output) for output in outputs)
@@ -78,22 +81,17 @@ class LossScaler(torch.amp.GradScaler):
         if new_scale is not None:
             self.current = float(new_scale)
             return
-        overflow, self._last_overflow = any(self._unscaled.values()), self._first_overflow()
-        self._unscaled.clear()
-        if self._window_updated and not overflow:
-            return
-        if overflow:
+        overflow = any(self._unscaled.values())
+        if overflow and not self._backed_off:
+            self._backed_off = True
             self._after_overflow()
-        else:
+        elif not overflow and not self._window_updated:
             self._after_good_step()
         self._window_updated = True
 
-    def _first_overflow(self) -> str | None:
-        return getattr(self, "_overflow_name", None)
-
     def note_overflow(self, optimizer: torch.optim.Optimizer) -> None:
         """Remember the name of the first parameter of `optimizer` whose local gradient is not finite."""
-        self._overflow_name: str | None = None
+        self._overflow_name = None
         for parameter in _parameters(optimizer):
             if parameter.grad is not None and not torch.isfinite(local_tensor(parameter.grad)).all():
                 self._overflow_name = self.name_parameter(parameter)
@@ -105,12 +103,12 @@ class LossScaler(torch.amp.GradScaler):
         self._good_steps = 0
         self._hysteresis_left -= 1
         at_bottom = self.current <= self.amp.min_scale
-        if self._hysteresis_left <= 0 and not self._window_updated:
+        if self._hysteresis_left <= 0:
             self.current = max(self.current * self.amp.backoff_factor, self.amp.min_scale)
             self._hysteresis_left = 1
         too_many = self.amp.max_skipped_steps is not None and self.skipped_in_a_row > self.amp.max_skipped_steps
         if at_bottom or too_many:
-            where = self._last_overflow or "a parameter on another rank"
+            where = self._overflow_name or "a parameter on another rank"
             raise DistributedError(
                 say(
                     given=f"gradients that overflow {self.skipped_in_a_row} steps in a row, down to loss scale "

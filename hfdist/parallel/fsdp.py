@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Callable, Iterator
-from typing import Any, cast
+from typing import Any, NoReturn, cast
 
 import torch
 from torch import nn
@@ -23,6 +23,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.tensor import DTensor
 
 from hfdist import comm
+from hfdist.errors import DistributedError, say
 
 
 def as_fsdp(module: nn.Module) -> FSDPModule:
@@ -173,3 +174,19 @@ def reduce_before_item(meeting: weakref.ref[comm.Meeting]) -> Callable[[], None]
                 handlers[scalar] = previous
 
     return undo
+
+
+def _refuse_deepcopy(module: nn.Module, memo: object) -> NoReturn:
+    raise DistributedError(
+        say(
+            given=f"copy.deepcopy() of a sharded {type(module).__name__.removeprefix('FSDP')}",
+            expected="a copy that is made before accelerator.prepare()",
+            do="Copy first and prepare both, or read whole values with accelerator.get_state_dict(model); a moving "
+            "average can be kept inside accelerator.gathered_parameters(model).",
+        )
+    )
+
+
+def refuse_deepcopy(module: nn.Module) -> None:
+    """Say in our words that a sharded module cannot be deep-copied (FSDP2's class says only that it cannot)."""
+    type(module).__deepcopy__ = _refuse_deepcopy  # type: ignore[attr-defined]

@@ -76,6 +76,7 @@ class ZeroModel:
             ignored_params=set(self.replicated),
             reshard_after_forward=True,
         )
+        fsdp.refuse_deepcopy(module)
         if module is self.model:
             # After FSDP2's own hook, so that it also finds the root at rest.
             self._after_forward = module.register_forward_hook(self._rest_after_eval)

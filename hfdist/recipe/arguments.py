@@ -125,6 +125,8 @@ def begin(
             )
         )
     if args.gradient_accumulation_steps is not None:
+        # The yaml's number is only its recipe's default; the command line is more specific.
+        launch.override_accumulation(os.environ, args.gradient_accumulation_steps)
         args.micro_batch_size(num_processes=world_size, accumulation=args.gradient_accumulation_steps)
     elif args.batch_size < world_size:
         args.micro_batch_size(num_processes=world_size, accumulation=1)

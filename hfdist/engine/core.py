@@ -172,7 +172,7 @@ class Engine:
         return stepped
 
     def _clip_once(self) -> None:
-        """The clipping that the configuration asks for: by the norm of all gradients, whatever optimizer they are of."""
+        """The clipping that the configuration asks for, by the norm of all gradients, whatever optimizer they have."""
         if not self.gradient_clipping or self._clipped:
             return
         if self.scaler is not None:

@@ -33,7 +33,7 @@ def _train_clipped_by_config(stage: int, optimizer: str, gas: int, windows: list
     accelerator = make_accelerator(
         plugins=[ZeroPlugin(stage=stage)], gradient_accumulation_steps=gas, env={"HFDIST_GRADIENT_CLIPPING": str(CLIP)}
     )
-    model = build_lm("gpt2", tied=True)
+    model = build_lm("gpt2", tied=True, dtype=torch.float64)
     model, *optimizers = accelerator.prepare(model, *Recipe(optimizer, lr=1e-3).build(model))  # type: ignore[arg-type]
     records = []
     for window in windows:
@@ -54,13 +54,11 @@ def test_clipping_by_config(pool: Pools, stage: int, optimizer: str, gas: int) -
     """Asked for in the configuration, never called by the script: by the norm of all gradients, two optimizers too."""
     recipe = Recipe(optimizer, lr=1e-3)  # type: ignore[arg-type]
     windows = make_windows(vocab=VOCAB["gpt2"], steps=3, gas=gas, world_size=2)
-    want = train(build_lm("gpt2", tied=True), windows, optimizers=recipe.build, clip=CLIP)
+    want = train(build_lm("gpt2", tied=True, dtype=torch.float64), windows, optimizers=recipe.build, clip=CLIP)
     assert want[0].norm > 2 * CLIP
     for rank, records in enumerate(pool(2).run(_train_clipped_by_config, stage, optimizer, gas, windows)):
         for step, (ours, theirs) in enumerate(zip(records, want, strict=True)):
-            # Muon's bf16 inside: see `cells.recipe_of`.
-            bound = 2e-5 if optimizer == "muon" else 1e-5
-            assert_same(f"rank {rank}, step {step}", ours, theirs.parameters, bound)
+            assert_same(f"rank {rank}, step {step}", ours, theirs.parameters, 1e-9)
 
 
 NORM_TYPES = [1.0, 2.0, 3.0, math.inf]

@@ -62,13 +62,24 @@ class DataMesh:
 
     def _build(self, shape: tuple[int, int]) -> DeviceMesh:
         ranks = torch.arange(self.world_size).view(shape)
-        shard_group = _make_groups(ranks.tolist(), self.rank)
+        shard_group = self._make_groups(ranks.tolist())
         if shape[0] == 1:
             return DeviceMesh.from_group(shard_group, self.device_type, mesh_dim_names=("dp_shard",))
-        replicate_group = _make_groups(ranks.T.tolist(), self.rank)
+        replicate_group = self._make_groups(ranks.T.tolist())
         return DeviceMesh.from_group(
             [replicate_group, shard_group], self.device_type, mesh=ranks, mesh_dim_names=("dp_replicate", "dp_shard")
         )
+
+    def _make_groups(self, rows: list[list[int]]) -> dist.ProcessGroup:
+        """Every rank makes every group, in one order; returns the one this rank is in.
+
+        A group of all ranks is the world's: each gloo group has threads that wake a hundred times a second.
+        """
+        if rows == [list(range(self.world_size))]:
+            assert self.world_group is not None
+            return self.world_group
+        groups = [(row, dist.new_group(row)) for row in rows]
+        return next(group for row, group in groups if self.rank in row)
 
     def coordinates(self, rank: int) -> str:
         """`dp=1`: how messages name a rank."""
@@ -83,14 +94,3 @@ def forget_meshes() -> None:
     """
     _clear_fast_path_sharding_prop_cache()
     _clear_python_sharding_prop_cache()
-
-
-def _make_groups(rows: list[list[int]], rank: int) -> dist.ProcessGroup:
-    """Every rank makes every group, in one order; returns the one `rank` is in."""
-    mine = None
-    for row in rows:
-        group = dist.new_group(row)
-        if rank in row:
-            mine = group
-    assert mine is not None
-    return mine

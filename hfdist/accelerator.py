@@ -67,12 +67,16 @@ class Accelerator(accelerate.Accelerator):
         self.native_amp = self.settings.amp is not None
         self.scaler = self.engine.scaler
         self._replaced: WeakIdKeyDictionary = WeakIdKeyDictionary()  # parameter before sharding -> after
-        self._undo: list[Callable[[], None]] = []
-        self._undo.append(norm.redirect_torch_clipping(self.engine))
-        self._undo.append(fsdp.reduce_before_item(weakref.ref(self.engine.meeting)))
+        self._said: set[str] = set()
+        self._undo: list[Callable[[], None]] = []  # what hangs on models
+        # What is changed outside of models; all of it weak, so that it ends with this object at the latest.
+        self._undo_outside = [
+            norm.redirect_torch_clipping(self.engine),
+            fsdp.reduce_before_item(weakref.ref(self.engine.meeting)),
+        ]
         if self.settings.zero.load_sharded or (self.settings.zero.load_sharded is None and self.zero_stage == 3):
             masters = torch.float32 if self.settings.amp is not None else None
-            self._undo.append(loading.load_into_shards(weakref.WeakMethod(self._shard_on_meta), masters))
+            self._undo_outside.append(loading.load_into_shards(weakref.WeakMethod(self._shard_on_meta), masters))
         if self.is_main_process:
             for notice in self.settings.notices:
                 logger.warning(notice)
@@ -90,6 +94,8 @@ class Accelerator(accelerate.Accelerator):
             device=self.device,
             device_group=mesh.world_group,
         )
+        if self.init_handler is not None and self.init_handler.timeout is not None:
+            meeting.timeout = self.init_handler.timeout.total_seconds()
         engine = Engine(
             mesh,
             meeting,
@@ -155,6 +161,11 @@ class Accelerator(accelerate.Accelerator):
         inner: Any = _inner(model)
         loaded = loading.loaded_shards(inner)
         if loaded is None:
+            if self._zero_stage == 3 and self.num_processes > 1 and getattr(inner, "name_or_path", ""):
+                self._say_once(
+                    f"{type(inner).__name__} was loaded whole on every rank, then sharded. Call from_pretrained "
+                    "once the Accelerator exists, and each rank reads only its shard."
+                )
             self._shard(inner)
         else:
             self.engine.models.append(loading.take_over(loaded, inner, self._build_zero))
@@ -285,9 +296,18 @@ class Accelerator(accelerate.Accelerator):
         Inside an unfinished accumulation window there is nothing to clip yet: returns 0 and changes nothing.
         """
         if not self.sync_gradients:
+            self._say_once(
+                "clip_grad_norm_ inside an unfinished accumulation window does nothing: gradients are not complete. "
+                "Guard it with `if accelerator.sync_gradients:`."
+            )
             return torch.zeros((), device=self.device)
         self.unscale_gradients()
         return self.engine.clip(parameters, max_norm, norm_type)
+
+    def _say_once(self, text: str) -> None:
+        if self.is_main_process and text not in self._said:
+            self._said.add(text)
+            logger.warning(text)
 
     def clip_grad_value_(self, parameters: Iterable[torch.Tensor] | torch.Tensor, clip_value: float) -> None:
         """Clamp every gradient element to [-clip_value, clip_value]; nothing to do in an unfinished window."""
@@ -397,7 +417,10 @@ class Accelerator(accelerate.Accelerator):
         checkpoint.load_state(self, input_dir)
 
     def free_memory(self, *objects: Any) -> Any:
-        """accelerate's `free_memory`; also takes hfdist's wrappers off the models (they stay sharded)."""
+        """accelerate's `free_memory`; also takes hfdist's wrappers off the models (they stay sharded).
+
+        The Accelerator can prepare other objects afterwards.
+        """
         for undo in reversed(self._undo):
             undo()
         self._undo.clear()
@@ -409,6 +432,13 @@ class Accelerator(accelerate.Accelerator):
         return super().free_memory(*objects)
 
     # --------------------------------------------------------------- reports
+
+    def end_training(self) -> None:
+        """accelerate's `end_training`; also undoes what hfdist changed outside of this object."""
+        for undo in reversed(self._undo_outside):
+            undo()
+        self._undo_outside.clear()
+        super().end_training()
 
     def memory_report(self) -> Any:
         """Bytes on this rank by owner (`measure.memory.MemoryReport`)."""

@@ -120,14 +120,24 @@ def _tensors(engine: Engine) -> dict[str, Any]:
     for index, zero in enumerate(engine.models):
         for name, value in zero.model.state_dict().items():
             flat[f"model.{index}.{name}"] = value
+    names = _names(engine)
     for index, optimizer in enumerate(engine.optimizers):
         for parameter, state in optimizer.optimizer.state.items():
-            name = engine.name_of(parameter)
+            name = names[parameter]
             for key, value in state.items():
                 if not isinstance(value, torch.Tensor):
                     continue
                 flat[f"optimizer.{index}.{name}.{key}"] = _as_split(value, parameter)
     return flat
+
+
+def _names(engine: Engine) -> dict[torch.Tensor, str]:
+    """Names for keys: the model's own; by place for what an optimizer holds beside the prepared models."""
+    names = engine.names()
+    for optimizer in engine.optimizers:
+        for place, parameter in enumerate(optimizer.parameters()):
+            names.setdefault(parameter, f"unprepared.{place}")
+    return names
 
 
 def _as_split(value: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
@@ -141,10 +151,11 @@ def _as_split(value: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
 def _allocate_optimizer_state(engine: Engine, directory: Path) -> None:
     """Empty tensors for every state entry the checkpoint has, for torch.distributed.checkpoint to fill."""
     saved = dcp.FileSystemReader(str(directory / _TENSORS)).read_metadata().state_dict_metadata
+    names = _names(engine)
     for index, optimizer in enumerate(engine.optimizers):
         held = optimizer.local.held_here()
         for parameter in optimizer.parameters():
-            prefix = f"optimizer.{index}.{engine.name_of(parameter)}."
+            prefix = f"optimizer.{index}.{names[parameter]}."
             for key, entry in saved.items():
                 if not key.startswith(prefix) or parameter not in held:
                     continue
@@ -163,6 +174,7 @@ def _put_back(engine: Engine, tensors: dict[str, Any], layout: dict[str, Any]) -
         prefix = f"model.{index}."
         state = {k.removeprefix(prefix): v for k, v in tensors.items() if k.startswith(prefix)}
         zero.model.load_state_dict(state)
+    names = _names(engine)
     for optimizer, groups in zip(engine.optimizers, layout["optimizers"], strict=True):
         for group, saved in zip(optimizer.optimizer.param_groups, groups, strict=True):
             for key, value in saved.items():
@@ -171,9 +183,10 @@ def _put_back(engine: Engine, tensors: dict[str, Any], layout: dict[str, Any]) -
                 else:
                     group[key] = tuple(value) if isinstance(group.get(key), tuple) else value
         scalars = layout["scalars"][engine.optimizers.index(optimizer)]
+        held = optimizer.local.held_here()
         for parameter in optimizer.parameters():
-            extra = scalars.get(engine.name_of(parameter))
-            if extra and parameter in optimizer.local.held_here():
+            extra = scalars.get(names[parameter])
+            if extra and parameter in held:
                 optimizer.optimizer.state[parameter].update(extra)
 
 
@@ -182,6 +195,7 @@ def _put_back(engine: Engine, tensors: dict[str, Any], layout: dict[str, Any]) -
 
 def _layout(accelerator: Accelerator) -> dict[str, Any]:
     engine = accelerator.engine
+    names = _names(engine)
     return {
         "version": 1,
         "zero_stage": accelerator.zero_stage,
@@ -196,7 +210,7 @@ def _layout(accelerator: Accelerator) -> dict[str, Any]:
         ],
         "scalars": [
             {
-                engine.name_of(parameter): {
+                names[parameter]: {
                     k: v for k, v in state.items() if isinstance(v, (int, float, bool, str)) or v is None
                 }
                 for parameter, state in optimizer.optimizer.state.items()

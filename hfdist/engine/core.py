@@ -259,13 +259,13 @@ class Engine:
             listed += zero.replicated
         return listed
 
+    def names(self) -> dict[torch.Tensor, str]:
+        """Every parameter of every prepared model -> its name there."""
+        return {p: name for zero in self.models for name, p in zero.model.named_parameters()}
+
     def name_of(self, parameter: torch.Tensor) -> str:
         """The parameter's name in its model, for messages."""
-        for zero in self.models:
-            for name, candidate in zero.model.named_parameters():
-                if candidate is parameter:
-                    return name
-        return "a parameter"
+        return self.names().get(parameter, "a parameter")
 
     def of(self, model: nn.Module) -> ZeroModel:
         """The handle of a prepared model. Raises ValueError for any other."""

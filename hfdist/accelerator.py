@@ -18,7 +18,6 @@ from typing import Any
 import accelerate
 import torch
 from torch import nn
-from torch.utils.weak import WeakIdKeyDictionary
 
 from hfdist import comm
 from hfdist.checkpoint import state as checkpoint
@@ -66,7 +65,6 @@ class Accelerator(accelerate.Accelerator):
         self.engine = self._build_engine()
         self.native_amp = self.settings.amp is not None
         self.scaler = self.engine.scaler
-        self._replaced: WeakIdKeyDictionary = WeakIdKeyDictionary()  # parameter before sharding -> after
         self._said: set[str] = set()
         self._undo: list[Callable[[], None]] = []  # what hangs on models
         # What is changed outside of models; all of it weak, so that it ends with this object at the latest.
@@ -168,7 +166,9 @@ class Accelerator(accelerate.Accelerator):
                 )
             self._shard(inner)
         else:
+            before = dict(inner.named_parameters(remove_duplicate=False))
             self.engine.models.append(loading.take_over(loaded, inner, self._build_zero))
+            self._point_from(before, inner)
             self.engine.watch_replicated(self.engine.models[-1])
         zero = self.engine.models[-1]
         self._undo.append(self.engine.wrap_forward(zero))
@@ -191,10 +191,14 @@ class Accelerator(accelerate.Accelerator):
         apply_zero(zero, self.device)
         self.engine.models.append(zero)
         self.engine.watch_replicated(zero)
+        self._point_from(before, model)
+
+    def _point_from(self, before: dict[str, nn.Parameter], model: nn.Module) -> None:
+        """Remember which parameter became which, for optimizers and lists made before."""
         for name, parameter in model.named_parameters(remove_duplicate=False):
             if before[name] is not parameter:
-                self._replaced[before[name]] = parameter
-        del before
+                self.engine.replaced[before[name]] = parameter
+        before.clear()
         for optimizer in self._optimizers:
             self._point_to_shards(optimizer.optimizer)
 
@@ -242,9 +246,9 @@ class Accelerator(accelerate.Accelerator):
         params = {id(p.sharded_param): p for zero in self.engine.models for p in fsdp.iterate_params(zero.modules)}
         for group in optimizer.param_groups:
             for position, old in enumerate(group["params"]):
-                if old not in self._replaced:
+                if old not in self.engine.replaced:
                     continue
-                new = group["params"][position] = self._replaced[old]
+                new = group["params"][position] = self.engine.replaced[old]
                 state = optimizer.state.pop(old, None)
                 if state:
                     param = params[id(new)]
@@ -279,8 +283,11 @@ class Accelerator(accelerate.Accelerator):
     def accumulate(self, *models: nn.Module) -> Iterator[None]:
         """accelerate's `accumulate`; the window's loss is the mean over its real micro-steps (or label tokens)."""
         self.engine.weights.begin_micro_step()
-        with super().accumulate(*models):
-            yield
+        try:
+            with super().accumulate(*models):
+                yield
+        finally:
+            self.engine.weights.leave_micro_step()
 
     @contextlib.contextmanager
     def no_sync(self, model: nn.Module) -> Iterator[None]:
@@ -364,7 +371,11 @@ class Accelerator(accelerate.Accelerator):
             for optimizer in optimizers:
                 optimizer.local.check()
 
+        replaced = {id(new): old for old, new in self.engine.replaced.items()}
+
         def move(old: nn.Parameter, new: nn.Parameter, plan: Any) -> None:
+            if id(old) in replaced:
+                self.engine.replaced[replaced[id(old)]] = new
             for optimizer in optimizers:
                 optimizer.local.move(old, new, plan)
 
@@ -428,6 +439,8 @@ class Accelerator(accelerate.Accelerator):
             model.__dict__.pop("_is_accelerate_prepared", None)
         self.engine.models.clear()
         self.engine.optimizers.clear()
+        self.engine.weights.leave_micro_step()
+        self.engine.weights.end_window()
         forget_meshes()
         return super().free_memory(*objects)
 

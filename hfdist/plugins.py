@@ -6,7 +6,7 @@ right reads them. A value that can never be right is refused here, on constructi
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from hfdist.errors import ConfigError, say
@@ -65,7 +65,7 @@ class AmpPlugin:
     """Mixed precision with fp32 masters (Micikevicius et al. 2018, arXiv:1710.03740); the same at all stages."""
 
     # Compute dtype: "bf16", or "fp16" with dynamic loss scaling.
-    dtype: Literal["fp16", "bf16"] = "bf16"
+    dtype: Literal["fp16", "bf16"] = field(default="bf16", kw_only=False)
     # "mixed": parameters gathered in the compute dtype, autocast on (accelerate's FSDP2). "cast": the same without
     # autocast (DeepSpeed). "autocast": fp32 parameters under autocast (accelerate's DDP).
     compute: ComputeMode = "mixed"

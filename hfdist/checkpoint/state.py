@@ -51,6 +51,9 @@ def save_state(accelerator: Accelerator, output_dir: str | os.PathLike[str] | No
         zero.reshard()
     for hook in accelerator._save_model_state_pre_hook.values():
         hook(accelerator._models, [], str(directory))
+    if accelerator.is_main_process:  # from here to the end the directory is not a checkpoint
+        (directory / _LAYOUT).unlink(missing_ok=True)
+    accelerator.wait_for_everyone()
     tensors = _tensors(accelerator.engine)
     dcp.save(tensors, checkpoint_id=str(directory / _TENSORS), process_group=accelerator.engine.mesh.world_group)
     save_accelerator_state(
@@ -133,7 +136,9 @@ def _tensors(engine: Engine) -> dict[str, Any]:
 
 def _names(engine: Engine) -> dict[torch.Tensor, str]:
     """Names for keys: the model's own; by place for what an optimizer holds beside the prepared models."""
-    names = engine.names()
+    names: dict[torch.Tensor, str] = {
+        p: f"{index}.{name}" for index, zero in enumerate(engine.models) for name, p in zero.model.named_parameters()
+    }
     for optimizer in engine.optimizers:
         for place, parameter in enumerate(optimizer.parameters()):
             names.setdefault(parameter, f"unprepared.{place}")

@@ -31,7 +31,8 @@ def whole_tensor(value: torch.Tensor) -> torch.Tensor:
 
 def whole_state_dict(engine: Engine, model: nn.Module, *, keep: bool = True) -> dict[str, Any]:
     """`model.state_dict()` of whole plain tensors, tied entries sharing memory. `keep=False`: take part, keep none."""
-    engine.meeting.run(comm.SAVE)
+    if any(shard_groups(p) for p in model.parameters()):  # whole on every rank: nothing to meet for, as under DDP
+        engine.meeting.run(comm.SAVE)
     for zero in engine.models:
         if zero.model is model:
             zero.reshard()
@@ -115,16 +116,17 @@ def gathered_parameters(engine: Engine, model: nn.Module, modifier_rank: int | N
     engine.meeting.run(comm.SAVE)
     zero.reshard()
     params = list(fsdp.iterate_params(zero.modules))
+    plain = {}
     for param in params:
-        plain = nn.Parameter(whole_tensor(param.sharded_param), requires_grad=param.sharded_param.requires_grad)
-        param._setattr_on_modules(plain)
+        plain[param] = nn.Parameter(whole_tensor(param.sharded_param), requires_grad=param.sharded_param.requires_grad)
+        param._setattr_on_modules(plain[param])
+    zero.gathered = True
     try:
         yield
     finally:
-        for param in params:
-            module = param._module_info.module
-            written = module._parameters[param._module_info.param_name]
-            assert written is not None
+        zero.gathered = False
+        zero.reshard()
+        for param, written in plain.items():
             if modifier_rank is not None:
                 comm.broadcast(written.data, engine.mesh.world_group, src=modifier_rank, label="written parameters")
             local = fsdp.take_shard(param, written.data)

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.weak import WeakIdKeyDictionary
 
 from hfdist import comm
 from hfdist.engine import norm
@@ -47,6 +48,7 @@ class Engine:
     optimizers: list[ZeroOptimizer] = field(default_factory=list)
     scaler: LossScaler | None = None
     last_norm: torch.Tensor | None = None  # of the engine's own clipping
+    replaced: WeakIdKeyDictionary = field(default_factory=WeakIdKeyDictionary)  # parameter before sharding -> after
     num_updates: int = 0
     updating: bool = False  # inside optimizer.step: what fails now has already changed something
     _clipped: bool = False  # since the last backward
@@ -61,6 +63,14 @@ class Engine:
 
         @functools.wraps(original)
         def forward(*args: Any, **kwargs: Any) -> Any:
+            if zero.gathered:
+                raise DistributedError(
+                    say(
+                        given="a forward inside gathered_parameters()",
+                        expected="reading and writing of parameters only",
+                        do="Leave the block first; what was written is kept.",
+                    )
+                )
             with precision.autocast(self.amp, self.device.type, **self.autocast_options):
                 output = original(*args, **kwargs)
             if self.amp is not None:
@@ -92,6 +102,7 @@ class Engine:
             bad = ~torch.isfinite(loss.detach()).all()
             self._bad_loss = bad if self._bad_loss is None else self._bad_loss | bad
         self._clipped = False
+        self.weights.saw_backward()
         factor = self.weights.take_back()
         if not isinstance(factor, float) or factor != 1.0:
             norm.scale_gradients(self.parameters(), factor)
@@ -114,11 +125,13 @@ class Engine:
         pending: list[nn.Parameter] = []
 
         def flush() -> None:
-            params = sorted(set(pending), key=lambda p: [q is p for q in zero.replicated].index(True))
+            waiting = {id(p) for p in pending}
+            params = [p for p in zero.replicated if id(p) in waiting]
             pending.clear()
             if not zero.reducing:
                 return
-            flags = [p in params for p in zero.replicated]
+            mine = {id(p) for p in params}  # tensors compare by value
+            flags = [id(p) in mine for p in zero.replicated]
             self.meeting.run(comm.REDUCE, zero.root_unit, comm.checksum(flags))
             flat = torch.stack([p.grad.double() for p in params if p.grad is not None])
             comm.all_reduce(flat, self.mesh.world_group, label="0-dim gradients").div_(self.mesh.world_size)
@@ -165,8 +178,10 @@ class Engine:
             self.num_updates += 1
         if self.scaler is not None:
             self.scaler.update()
+        mine = {id(p) for p in optimizer.parameters()}
         for zero in self.models:
-            zero.window_open = False
+            if any(id(p.sharded_param) in mine for p in fsdp.iterate_params(zero.modules)):
+                zero.window_open = False
         self.weights.end_window()
         self.meeting.num_steps += 1
         return stepped
@@ -178,7 +193,9 @@ class Engine:
         if self.scaler is not None:
             for other in self.optimizers:
                 self.scaler.unscale_(other.optimizer)
-        parameters = {id(p): p for optimizer in self.optimizers for p in optimizer.parameters()}
+        # Those of an optimizer that skips this step are not finite, and are not updated.
+        kept = [o for o in self.optimizers if self.scaler is None or not self.scaler.found_overflow(o.optimizer)]
+        parameters = {id(p): p for optimizer in kept for p in optimizer.parameters()}
         self.last_norm = self.clip(parameters.values(), self.gradient_clipping)
         self._clipped = True
 
@@ -211,8 +228,9 @@ class Engine:
                     param.unsharded_accumulated_grad = None
                     if hasattr(param, "_unsharded_param"):
                         param._unsharded_param.grad = None
-            zero.used.clear()
-            zero.window_open = False
+            if any(id(param.sharded_param) in mine for param in fsdp.iterate_params(zero.modules)):
+                zero.used.clear()
+                zero.window_open = False
         self.weights.end_window()
 
     # ------------------------------------------------------------------- norm
@@ -239,6 +257,7 @@ class Engine:
     def resolve(self, parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
         """`parameters` with gathered copies replaced by the sharded parameters that hold the gradients."""
         listed = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+        listed = [self.replaced.get(p, p) for p in listed]
         copies: dict[int, nn.Parameter] = {}
         for zero in self.models:
             copies |= zero.sharded_of()
@@ -249,7 +268,7 @@ class Engine:
         known = {id(p) for p in self.parameters()}
         for zero in self.models:
             known |= set(zero.sharded_of())
-        return any(id(p) in known for p in parameters)
+        return any(id(p) in known or p in self.replaced for p in parameters)
 
     def parameters(self) -> list[torch.Tensor]:
         """Every parameter of every prepared model, in its sharded form."""

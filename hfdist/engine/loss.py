@@ -40,15 +40,38 @@ class LossWeights:
     _forward: int = 0  # forwards with labels in this micro-step
     _total: Number = 0.0
     _applied: Number = 1.0  # the factor already multiplied into the gradients of this window
+    _inside: bool = False  # between entering and leaving accumulate()
+    _ended: bool = False  # updated or dropped inside accumulate(); forgotten when it is left
+    _before: tuple[int, list[Number], Number] | None = None  # the window before a micro-step that has no backward yet
 
     def begin_micro_step(self) -> None:
-        """`accumulate()` was entered."""
-        self.in_window = True
+        """`accumulate()` was entered. A micro-step before it that had no backward (a skipped batch) does not count."""
+        if self._before is not None:
+            self.num_micro_steps, self._firsts, self._total = self._before
+        self._before = (self.num_micro_steps, list(self._firsts), self._total)
+        self._inside = self.in_window = True
         self.num_micro_steps += 1
         self._forward = 0
 
+    def leave_micro_step(self) -> None:
+        """`accumulate()` was left."""
+        self._inside = False
+        if self._ended:
+            self.end_window()
+
+    def saw_backward(self) -> None:
+        """The current micro-step counts."""
+        self._before = None
+
     def end_window(self) -> None:
-        """The update is done (or the gradients were dropped)."""
+        """The update is done (or the gradients were dropped).
+
+        Inside accumulate() other optimizers may still have their part of the window to do: it ends when that is left.
+        """
+        self._ended = self._inside
+        if self._inside:
+            return
+        self._before = None
         self.in_window, self.num_micro_steps, self._forward = False, 0, 0
         self._firsts, self._total, self._applied = [], 0.0, 1.0
 

@@ -42,8 +42,9 @@ def run_step(accelerator: Accelerator, fn: Callable[[Any], Any], batch: Any) -> 
     Raises DistributedError on all ranks when memory does not suffice and the stage cannot (or may not) be raised.
     """
     engine = accelerator.engine
+    started_in_a_window = any(zero.window_open for zero in engine.models)
     while True:
-        updates = engine.num_updates
+        updates, micro_step = engine.num_updates, accelerator.step
         try:
             return fn(batch)
         except StepAborted as error:
@@ -63,6 +64,15 @@ def run_step(accelerator: Accelerator, fn: Callable[[Any], Any], batch: Any) -> 
             with contextlib.suppress(StepAborted):
                 engine.meeting.abort(reason)
         _drop_step(accelerator)
+        accelerator.step = micro_step
+        if started_in_a_window:
+            raise DistributedError(
+                say(
+                    given=f"out of memory ({reason}) inside an accumulation window that was opened before run_step",
+                    expected="a function that owns its whole window; no parameter was updated",
+                    do="Loop over the micro-batches inside the function that is given to run_step.",
+                )
+            )
         if not accelerator.settings.zero.escalate_on_oom or accelerator.zero_stage == 3:
             raise DistributedError(
                 say(
@@ -84,6 +94,7 @@ def _drop_step(accelerator: Accelerator) -> None:
         zero.reset()
         for parameter in zero.replicated:
             parameter.grad = None
+    engine.weights.leave_micro_step()
     engine.weights.end_window()
     gc.collect()
     _give_back_to_system()

@@ -46,6 +46,7 @@ class ZeroModel:
     replicated: list[nn.Parameter]  # 0-dim parameters, which FSDP2 refuses: kept whole, gradients all-reduced
     conditional: bool = False
     window_open: bool = False  # between a micro-step without and the one with gradient synchronisation
+    gathered: bool = False  # inside gathered_parameters()
     reducing: bool = True  # False while gradients stay whole (stages 0 and 1 inside no_sync)
     used: set[fsdp.FSDPParam] = field(default_factory=set)  # conditional modules: got a gradient on this rank
     unit_numbers: dict[str, int] = field(default_factory=dict)

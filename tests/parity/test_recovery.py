@@ -73,8 +73,8 @@ def _train_in_little_memory(stage: int, escalate: bool, headroom: int | None) ->
 
 def test_running_out_of_memory_raises_the_stage_on_all_ranks_and_keeps_the_curve() -> None:
     with Pool(2) as ranks:
-        want = ranks.run(_train_in_little_memory, 0, True, None)
-        got = ranks.run(_train_in_little_memory, 0, True, 110 * MEGABYTE)
+        want = ranks.run(_train_in_little_memory, 0, True, None, timeout=200)
+        got = ranks.run(_train_in_little_memory, 0, True, 110 * MEGABYTE, timeout=200)
     assert [r["error"] for r in got] == ["", ""]
     assert want[0]["stage"] == 0
     assert got[0]["stage"] == got[1]["stage"] > 0
@@ -84,7 +84,7 @@ def test_running_out_of_memory_raises_the_stage_on_all_ranks_and_keeps_the_curve
 @pytest.mark.parametrize("stage", [0, 1, 2])
 def test_without_leave_to_raise_the_stage_the_error_says_what_would_fit(stage: int) -> None:
     with Pool(2) as ranks:
-        got = ranks.run(_train_in_little_memory, stage, False, 30 * MEGABYTE)
+        got = ranks.run(_train_in_little_memory, stage, False, 30 * MEGABYTE, timeout=200)
     for result in got:
         assert f"out of memory at stage {stage}" in result["error"]
         assert "no parameter was updated" in result["error"]
@@ -94,7 +94,7 @@ def test_without_leave_to_raise_the_stage_the_error_says_what_would_fit(stage: i
 
 def test_at_stage_3_the_error_says_what_is_left_to_do() -> None:
     with Pool(2) as ranks:
-        got = ranks.run(_train_in_little_memory, 3, True, 10 * MEGABYTE)
+        got = ranks.run(_train_in_little_memory, 3, True, 10 * MEGABYTE, timeout=200)
     for result in got:
         assert "out of memory at stage 3" in result["error"]
         assert "smaller batch" in result["error"]

@@ -166,6 +166,11 @@ class Accelerator(accelerate.Accelerator):
                 )
             self._shard(inner)
         else:
+            if self.state.dynamo_plugin.backend.value.lower() != "no":
+                self._say_once(
+                    "The dynamo backend is not used for a model that was loaded straight into shards. Compile its "
+                    "blocks yourself, or set HFDIST_LOAD_SHARDED=0."
+                )
             before = dict(inner.named_parameters(remove_duplicate=False))
             self.engine.models.append(loading.take_over(loaded, inner, self._build_zero))
             self._point_from(before, inner)
@@ -318,7 +323,9 @@ class Accelerator(accelerate.Accelerator):
 
     def clip_grad_value_(self, parameters: Iterable[torch.Tensor] | torch.Tensor, clip_value: float) -> None:
         """Clamp every gradient element to [-clip_value, clip_value]; nothing to do in an unfinished window."""
-        if self.sync_gradients:
+        if not self.sync_gradients:
+            self._say_once("clip_grad_value_ inside an unfinished accumulation window does nothing.")
+        else:
             self.unscale_gradients()
             for gradient in norm.gradients(self.engine.resolve(parameters)):
                 norm.local_tensor(gradient).clamp_(-clip_value, clip_value)

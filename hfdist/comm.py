@@ -225,11 +225,6 @@ def checksum(flags: Sequence[bool]) -> int:
     return zlib.crc32(bytes(flags))
 
 
-def is_gloo(group: dist.ProcessGroup) -> bool:
-    """Whether CPU tensors of `group` travel by gloo."""
-    return dist.get_backend(group) == "gloo" or "gloo" in str(dist.get_backend_config(group))
-
-
 def all_gather(output: torch.Tensor, shard: torch.Tensor, group: dist.ProcessGroup, label: str = "") -> None:
     """`output` (N * n,) becomes the shards (n,) of all N ranks; sends (N-1)/N of it."""
     size = group.size()

@@ -54,7 +54,7 @@ def _serve_reduce(group: fsdp.FSDPParamGroup, module: torch.nn.Module) -> None:
             continue
         dtype = param.reduce_dtype or param.param_dtype or param.orig_dtype
         if not hasattr(param, "_unsharded_param"):
-            # Never gathered on this rank, and FSDP2 reduces only what was: gather it once (all ranks serve alike).
+            # Never gathered on this rank, and FSDP2 reduces only what was: give it the (freed) gathered form.
             fsdp.make_gathered_form(param)
         if param.unsharded_accumulated_grad is None:
             param.unsharded_accumulated_grad = torch.zeros(param._orig_size, dtype=dtype, device=param.device)

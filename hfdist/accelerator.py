@@ -34,7 +34,7 @@ from hfdist.launch import engine_environment
 from hfdist.mesh import DataMesh, forget_meshes
 from hfdist.parallel import amp as precision
 from hfdist.parallel import fsdp, loading
-from hfdist.parallel.switch import switch_stage
+from hfdist.parallel.switch import switch_stage, verify_between_steps
 from hfdist.parallel.zero import ZeroModel, apply_zero, build_zero_model
 from hfdist.plugins import Plugin
 
@@ -81,19 +81,21 @@ class Accelerator(accelerate.Accelerator):
 
     def _build_engine(self) -> Engine:
         settings, world = self.settings, self.num_processes
-        mesh = DataMesh(self.device.type, world, self.process_index, settings.zero.dp_replicate_size)
+        timeout = self.init_handler.timeout if self.init_handler is not None else None
+        mesh = DataMesh(
+            self.device.type, world, self.process_index, settings.zero.dp_replicate_size, timeout=timeout
+        )  # fmt: skip
         on_gloo = self.device.type == "cpu"
         meeting = comm.Meeting(
             self.process_index,
             world,
             mesh.coordinates,
             stall_timeout=settings.stall_timeout,
+            **({"timeout": timeout.total_seconds()} if timeout is not None else {}),
             enabled=on_gloo or settings.zero.conditional_modules or settings.zero.escalate_on_oom,
             device=self.device,
             device_group=mesh.world_group,
         )
-        if self.init_handler is not None and self.init_handler.timeout is not None:
-            meeting.timeout = self.init_handler.timeout.total_seconds()
         engine = Engine(
             mesh,
             meeting,
@@ -174,7 +176,6 @@ class Accelerator(accelerate.Accelerator):
             before = dict(inner.named_parameters(remove_duplicate=False))
             self.engine.models.append(loading.take_over(loaded, inner, self._build_zero))
             self._point_from(before, inner)
-            self.engine.watch_replicated(self.engine.models[-1])
         zero = self.engine.models[-1]
         self._undo.append(self.engine.wrap_forward(zero))
         self._undo.append(whole.let_save_pretrained_gather(self.engine, inner))
@@ -195,7 +196,6 @@ class Accelerator(accelerate.Accelerator):
                 block.compile(**self.state.dynamo_plugin.to_kwargs())
         apply_zero(zero, self.device)
         self.engine.models.append(zero)
-        self.engine.watch_replicated(zero)
         self._point_from(before, model)
 
     def _point_from(self, before: dict[str, nn.Parameter], model: nn.Module) -> None:
@@ -373,6 +373,8 @@ class Accelerator(accelerate.Accelerator):
             )
         if stage == self._zero_stage:
             return
+        for zero in self.engine.models:  # all of them before the first one moves
+            verify_between_steps(zero, stage)
         optimizers = self.engine.optimizers
         if stage > 0 and self.num_processes > 1:
             for optimizer in optimizers:

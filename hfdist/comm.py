@@ -72,7 +72,9 @@ class Meeting:
 
     def __post_init__(self) -> None:
         if self.world_size > 1 and self.enabled:
-            self.group = dist.new_group(list(range(self.world_size)), backend="gloo")
+            # gloo's own limit comes after ours, whose error says more.
+            limit = datetime.timedelta(seconds=self.timeout + 60)
+            self.group = dist.new_group(list(range(self.world_size)), backend="gloo", timeout=limit)
         self._codes = torch.zeros(self.world_size, dtype=torch.int64)
         self._mine = torch.zeros(1, dtype=torch.int64)
 
@@ -103,7 +105,7 @@ class Meeting:
         codes = self._exchange(code, lambda: self._say(code, describe))
         if all(other == code for other in codes):
             if collective is not None:
-                collective()
+                self._carry_out(collective, lambda: self._say(code, describe))
             return
         if any(other >> 48 == ABORT for other in codes):
             self._raise_aborted(codes, "")
@@ -115,6 +117,23 @@ class Meeting:
                     collective()
             return
         self._raise_different(code, describe)
+
+    def _carry_out(self, collective: Callable[[], None], words: Callable[[], str]) -> None:
+        """Run what the ranks agreed on; a partner that is lost in the middle of it is named as in a meeting."""
+        started = time.monotonic()
+        try:
+            collective()
+        except RuntimeError as error:
+            if not isinstance(error, DistributedError) and _is_lost_partner(error):
+                self._raise_lost(error, words, time.monotonic() - started)
+            raise
+
+    def _raise_lost(self, error: RuntimeError, words: Callable[[], str], waited: float) -> NoReturn:
+        raise DistributedError(
+            f"{self.coordinates(self.rank)} lost a partner in step {self.num_steps} while it {words()}, after "
+            f"{waited:.0f} s: {str(error).splitlines()[0]}. Another rank ended, was killed or is stuck; its own output "
+            "says why."
+        ) from error
 
     def _raise_different(self, code: int, describe: Callable[[], str] | None) -> NoReturn:
         said = self._exchange_words(self._say(code, describe))
@@ -201,10 +220,7 @@ class Meeting:
             except RuntimeError as error:
                 waited = time.monotonic() - started
                 if work.is_completed() or "timed out" not in str(error).lower():
-                    raise DistributedError(
-                        f"{self.coordinates(self.rank)} lost a partner in step {self.num_steps} while it {words()}: "
-                        f"{str(error).splitlines()[0]}. Another rank ended or was killed; its own output says why."
-                    ) from error
+                    self._raise_lost(error, words, waited)
                 if waited > self.timeout:
                     raise DistributedError(
                         f"{self.coordinates(self.rank)} waited {waited:.0f} s in step {self.num_steps} while it "
@@ -218,6 +234,12 @@ class Meeting:
                         "a rank on another path. The wait ends after %.0f s.",
                         self.coordinates(self.rank), waited, self.num_steps, words(), self.timeout,
                     )  # fmt: skip
+
+
+def _is_lost_partner(error: RuntimeError) -> bool:
+    """gloo's words for a connection that broke, or a wait that reached the group's own limit."""
+    text = str(error).lower()
+    return any(words in text for words in ("connection closed", "connection reset", "broken pipe", "timed out"))
 
 
 def checksum(flags: Sequence[bool]) -> int:

@@ -11,6 +11,7 @@ Groups are made once per shape and kept: a stage switch goes back and forth betw
 
 from __future__ import annotations
 
+import datetime
 from dataclasses import dataclass, field
 
 import torch
@@ -29,6 +30,7 @@ class DataMesh:
     world_size: int
     rank: int
     dp_replicate_size: int = 1
+    timeout: datetime.timedelta | None = None  # of the groups' collectives; None: torch's default
     _meshes: dict[tuple[int, int], DeviceMesh] = field(default_factory=dict)
     world_group: dist.ProcessGroup | None = None
 
@@ -44,7 +46,7 @@ class DataMesh:
         if not dist.is_initialized():
             # One process is the same code with communication absent; FSDP2 wants a mesh, so it gets one of size 1.
             dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
-        self.world_group = dist.new_group(list(range(self.world_size)))
+        self.world_group = dist.new_group(list(range(self.world_size)), timeout=self.timeout)
         forget_meshes()
 
     def shape(self, stage: int) -> tuple[int, int]:
@@ -78,7 +80,7 @@ class DataMesh:
         if rows == [list(range(self.world_size))]:
             assert self.world_group is not None
             return self.world_group
-        groups = [(row, dist.new_group(row)) for row in rows]
+        groups = [(row, dist.new_group(row, timeout=self.timeout)) for row in rows]
         return next(group for row, group in groups if self.rank in row)
 
     def coordinates(self, rank: int) -> str:

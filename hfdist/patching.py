@@ -1,7 +1,8 @@
 """`hfdist.patch()`: scripts that say `from accelerate import Accelerator` get hfdist's; `hfdist.unpatch()` undoes it.
 
 Needs to run before the script makes an Accelerator; modules imported before and after are both served. Guarantee: every
-place is remembered, so `unpatch()` leaves what was there, and calling either twice changes nothing.
+place and every environment variable is remembered, so `unpatch()` leaves what was there, and calling either twice
+changes nothing. A module that is imported in between keeps the class that it found.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from hfdist import launch
 from hfdist.config import resolve_engine
 
 _replaced: list[tuple[ModuleType, str, object]] = []
+_environment: dict[str, str | None] = {}  # what variables were before `patch()`; None: not set
 
 
 def patch() -> None:
@@ -25,8 +27,11 @@ def patch() -> None:
     if _replaced:
         return
     if resolve_engine(os.environ) == "hfdist":
+        before = dict(os.environ)
         launch.take_sections(os.environ)
         launch.ensure_one_group(os.environ)
+        changed = {name for name in before.keys() | os.environ.keys() if before.get(name) != os.environ.get(name)}
+        _environment.update({name: before.get(name) for name in changed})
     import accelerate
 
     import hfdist.native  # noqa: F401  its class is made from accelerate's own, which is about to be replaced
@@ -47,3 +52,9 @@ def unpatch() -> None:
     while _replaced:
         module, name, original = _replaced.pop()
         setattr(module, name, original)
+    while _environment:
+        variable, value = _environment.popitem()
+        if value is None:
+            os.environ.pop(variable, None)
+        else:
+            os.environ[variable] = value

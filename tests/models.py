@@ -192,15 +192,16 @@ class TiedToy(nn.Module):
 
 
 class ScalarToy(nn.Module):
-    """B02: one 0-dim parameter, alone or times the output of a layer; x (3,) to (3,)."""
+    """B02: one 0-dim parameter, alone or times the output of a layer; x (3,) to (3,). `scale=False`: not used."""
 
     def __init__(self, beside: bool = False) -> None:
         super().__init__()
         self.s = nn.Parameter(torch.tensor(2.0))
         self.linear = nn.Linear(3, 3) if beside else None
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.s * (x if self.linear is None else self.linear(x))
+    def forward(self, x: Tensor, scale: bool = True) -> Tensor:
+        x = x if self.linear is None else self.linear(x)
+        return self.s * x if scale else x
 
 
 class ChoiceToy(nn.Module):

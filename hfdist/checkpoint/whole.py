@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from hfdist import comm
 from hfdist.engine.core import Engine
 from hfdist.engine.norm import shard_groups
-from hfdist.errors import ConfigError, say
+from hfdist.errors import ConfigError, DistributedError, say
 from hfdist.parallel import fsdp, loading
 from hfdist.parallel.zero import ZeroModel
 
@@ -120,11 +120,13 @@ def gathered_parameters(engine: Engine, model: nn.Module, modifier_rank: int | N
     for param in params:
         plain[param] = nn.Parameter(whole_tensor(param.sharded_param), requires_grad=param.sharded_param.requires_grad)
         param._setattr_on_modules(plain[param])
-    zero.gathered = True
+    # Before FSDP2's own hooks, which would take the plain parameters for theirs.
+    refusals = [module.register_forward_pre_hook(_refuse_forward, prepend=True) for module in zero.modules]
     try:
         yield
     finally:
-        zero.gathered = False
+        for refusal in refusals:
+            refusal.remove()
         zero.reshard()
         for param, written in plain.items():
             if modifier_rank is not None:
@@ -132,3 +134,13 @@ def gathered_parameters(engine: Engine, model: nn.Module, modifier_rank: int | N
             local = fsdp.take_shard(param, written.data)
             fsdp.local_shard(param).copy_(local)
             param._setattr_on_modules(param.sharded_param)
+
+
+def _refuse_forward(*unused: object) -> NoReturn:
+    raise DistributedError(
+        say(
+            given="a forward inside gathered_parameters()",
+            expected="reading and writing of parameters only",
+            do="Leave the block first; what was written is kept.",
+        )
+    )

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from hfdist.config.deepspeed_keys import YAML_SECTION as _DEEPSPEED_KEYS
@@ -41,14 +41,20 @@ class LaunchCommand:
 
 
 def find_launch_command() -> LaunchCommand | None:
-    """The `accelerate launch` that started this process; None when something else did."""
+    """The `accelerate launch` that started this process; None when something else did.
+
+    Its config file as the launcher meant it, whatever folder this process has gone to since.
+    """
     import psutil
 
     try:
-        words = psutil.Process(os.getppid()).cmdline()
+        parent = psutil.Process(os.getppid())
+        command = parse_launch_command(parent.cmdline())
+        if command is not None and command.config_file is not None:
+            return replace(command, config_file=str(Path(parent.cwd()) / command.config_file))
     except (psutil.Error, OSError):
         return None
-    return parse_launch_command(words)
+    return command
 
 
 def parse_launch_command(words: Sequence[str]) -> LaunchCommand | None:

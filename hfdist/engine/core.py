@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -27,9 +28,11 @@ from hfdist.errors import DistributedError, say
 from hfdist.mesh import DataMesh
 from hfdist.models.labels import count_labels
 from hfdist.parallel import amp as precision
-from hfdist.parallel import conditional, fsdp
+from hfdist.parallel import conditional, fsdp, replicated
 from hfdist.parallel.zero import ZeroModel
 from hfdist.plugins import AmpPlugin
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(eq=False)
@@ -51,7 +54,7 @@ class Engine:
     replaced: WeakIdKeyDictionary = field(default_factory=WeakIdKeyDictionary)  # parameter before sharding -> after
     num_updates: int = 0
     updating: bool = False  # inside optimizer.step: what fails now has already changed something
-    _clipped: bool = False  # since the last backward
+    _clipped: set[ZeroModel] = field(default_factory=set)  # since the last backward
     _bad_loss: torch.Tensor | None = None
 
     # ---------------------------------------------------------------- forward
@@ -63,14 +66,6 @@ class Engine:
 
         @functools.wraps(original)
         def forward(*args: Any, **kwargs: Any) -> Any:
-            if zero.gathered:
-                raise DistributedError(
-                    say(
-                        given="a forward inside gathered_parameters()",
-                        expected="reading and writing of parameters only",
-                        do="Leave the block first; what was written is kept.",
-                    )
-                )
             with precision.autocast(self.amp, self.device.type, **self.autocast_options):
                 output = original(*args, **kwargs)
             if self.amp is not None:
@@ -101,7 +96,7 @@ class Engine:
         if self.raise_nonfinite and self.scaler is None:
             bad = ~torch.isfinite(loss.detach()).all()
             self._bad_loss = bad if self._bad_loss is None else self._bad_loss | bad
-        self._clipped = False
+        self._clipped.clear()
         self.weights.saw_backward()
         factor = self.weights.take_back()
         if not isinstance(factor, float) or factor != 1.0:
@@ -115,38 +110,12 @@ class Engine:
                 if synchronised:
                     for param in conditional.used_by_nobody(zero):
                         param.sharded_param.grad = None
+            if synchronised:
+                replicated.average_gradients(zero)
         if synchronised:
             factor = self.weights.remaining_factor(num_steps)
             if not isinstance(factor, float) or factor != 1.0:
                 norm.scale_gradients(self.parameters(), factor)
-
-    def watch_replicated(self, zero: ZeroModel) -> None:
-        """All-reduce (mean) the gradients of 0-dim parameters at the end of each synchronised backward."""
-        pending: list[nn.Parameter] = []
-
-        def flush() -> None:
-            waiting = {id(p) for p in pending}
-            params = [p for p in zero.replicated if id(p) in waiting]
-            pending.clear()
-            if not zero.reducing:
-                return
-            mine = {id(p) for p in params}  # tensors compare by value
-            flags = [id(p) in mine for p in zero.replicated]
-            self.meeting.run(comm.REDUCE, zero.root_unit, comm.checksum(flags))
-            flat = torch.stack([p.grad.double() for p in params if p.grad is not None])
-            comm.all_reduce(flat, self.mesh.world_group, label="0-dim gradients").div_(self.mesh.world_size)
-            for parameter, value in zip(params, flat, strict=True):
-                assert parameter.grad is not None
-                parameter.grad.copy_(value)
-
-        def on_gradient(parameter: nn.Parameter) -> None:
-            if not pending:
-                torch.autograd.Variable._execution_engine.queue_callback(flush)
-            pending.append(parameter)
-
-        for parameter in zero.replicated:
-            if parameter.requires_grad:
-                parameter.register_post_accumulate_grad_hook(on_gradient)
 
     def _serve(self, op: int, unit: int) -> None:
         for zero in self.models:
@@ -162,8 +131,10 @@ class Engine:
     def update(self, optimizer: ZeroOptimizer) -> bool:
         """One agreed update by `optimizer`; False when it was skipped because gradients overflowed."""
         self._agree()
+        self._say_strangers(optimizer)
         for zero in self.models:
             zero.reshard()
+            replicated.average_gradients(zero)  # of a backward that was not `accelerator.backward`
         stepped = True
         if self.scaler is not None:
             self.scaler.unscale_(optimizer.optimizer)
@@ -171,33 +142,51 @@ class Engine:
             if not stepped:
                 self.scaler.note_overflow(optimizer.optimizer)
         if stepped:
-            self._clip_once()
+            self._clip_once(optimizer)
             self.updating = True
             optimizer.local.step()
             self.updating = False
             self.num_updates += 1
         if self.scaler is not None:
             self.scaler.update()
-        mine = {id(p) for p in optimizer.parameters()}
-        for zero in self.models:
-            if any(id(p.sharded_param) in mine for p in fsdp.iterate_params(zero.modules)):
-                zero.window_open = False
+        for zero in self._models_of(optimizer):
+            zero.window_open = False
         self.weights.end_window()
         self.meeting.num_steps += 1
         return stepped
 
-    def _clip_once(self) -> None:
-        """The clipping that the configuration asks for, by the norm of all gradients, whatever optimizer they have."""
-        if not self.gradient_clipping or self._clipped:
+    def _clip_once(self, optimizer: ZeroOptimizer) -> None:
+        """The clipping that the configuration asks for: by one norm over all gradients of the models that `optimizer`
+        steps, whatever optimizers they have; a model that waits for another turn (GANs) does not count."""
+        models = self._models_of(optimizer)
+        if not self.gradient_clipping or (models and self._clipped.issuperset(models)):
             return
+        together = [o for o in self.optimizers if o is optimizer or not models.isdisjoint(self._models_of(o))]
         if self.scaler is not None:
-            for other in self.optimizers:
+            for other in together:
                 self.scaler.unscale_(other.optimizer)
         # Those of an optimizer that skips this step are not finite, and are not updated.
-        kept = [o for o in self.optimizers if self.scaler is None or not self.scaler.found_overflow(o.optimizer)]
-        parameters = {id(p): p for optimizer in kept for p in optimizer.parameters()}
+        kept = [o for o in together if self.scaler is None or not self.scaler.found_overflow(o.optimizer)]
+        parameters = {id(p): p for each in kept for p in each.parameters()}
         self.last_norm = self.clip(parameters.values(), self.gradient_clipping)
-        self._clipped = True
+        self._clipped |= models
+
+    def _say_strangers(self, optimizer: ZeroOptimizer) -> None:
+        if optimizer.looked_at or self.mesh.world_size == 1:
+            return
+        optimizer.looked_at = True
+        known = {id(p) for p in self.parameters()}
+        shapes = [str(tuple(p.shape)) for p in optimizer.parameters() if id(p) not in known]
+        if shapes and self.mesh.rank == 0:
+            logger.warning(
+                "%d parameters of %s belong to no prepared model (shapes %s): every rank updates its own by its own "
+                "gradient. Put them into a module and prepare it.",
+                len(shapes), type(optimizer.optimizer).__name__, ", ".join(shapes[:5]),
+            )  # fmt: skip
+
+    def _models_of(self, optimizer: ZeroOptimizer) -> set[ZeroModel]:
+        mine = {id(p) for p in optimizer.parameters()}
+        return {zero for zero in self.models if any(id(p) in mine for p in zero.parameters())}
 
     def _agree(self) -> None:
         bad = self._bad_loss
@@ -272,11 +261,7 @@ class Engine:
 
     def parameters(self) -> list[torch.Tensor]:
         """Every parameter of every prepared model, in its sharded form."""
-        listed: list[torch.Tensor] = []
-        for zero in self.models:
-            listed += [param.sharded_param for param in fsdp.iterate_params(zero.modules)]
-            listed += zero.replicated
-        return listed
+        return [parameter for zero in self.models for parameter in zero.parameters()]
 
     def names(self) -> dict[torch.Tensor, str]:
         """Every parameter of every prepared model -> its name there."""

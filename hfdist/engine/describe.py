@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Literal
 
 from hfdist.engine.core import Engine
+from hfdist.engine.norm import local_tensor
 from hfdist.models.size import model_size
 from hfdist.plan import Layout, explain, format_bytes, plan_step
 
@@ -17,9 +18,10 @@ def layout(
     values = 2
     for optimizer in engine.optimizers:
         for parameter, state in optimizer.optimizer.state.items():
-            like = [v for v in state.values() if getattr(v, "ndim", 0) and v.numel() == parameter._local_tensor.numel()]
-            values = len(like)
-            break
+            if parameter.ndim and state:  # a 0-dim parameter's state looks like its step count
+                local = local_tensor(parameter).numel()
+                values = sum(bool(getattr(v, "ndim", 0)) and v.numel() == local for v in state.values())
+                break
     return Layout(
         stage=stage,
         world_size=engine.mesh.world_size,

@@ -24,6 +24,7 @@ class ZeroOptimizer(AcceleratedOptimizer):
         super().__init__(optimizer, device_placement=False, scaler=None)
         self.engine = engine
         self.local = LocalStep(optimizer, engine.meeting)
+        self.looked_at = False  # whether its parameters were compared with those of the prepared models
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One update; the closure, if any, is evaluated once before it (as SGD and Adam do). Returns its value."""

@@ -45,11 +45,8 @@ class Relayout:
         return self.shard(self.whole(shard))
 
 
-def switch_stage(zero: ZeroModel, stage: int, move_state: StateMover) -> None:
-    """Bring `zero` to `stage`. `move_state` is called for every parameter while its old layout is still known.
-
-    Raises DistributedError inside an accumulation window (gradients of half a window have no meaning elsewhere).
-    """
+def verify_between_steps(zero: ZeroModel, stage: int) -> None:
+    """Raises DistributedError inside an accumulation window: gradients of half a window have no meaning elsewhere."""
     if zero.window_open:
         raise DistributedError(
             say(
@@ -58,6 +55,10 @@ def switch_stage(zero: ZeroModel, stage: int, move_state: StateMover) -> None:
                 do="Call it after optimizer.step().",
             )
         )
+
+
+def switch_stage(zero: ZeroModel, stage: int, move_state: StateMover) -> None:
+    """Bring `zero` to `stage`. `move_state` is called for every parameter while its old layout is still known."""
     zero.meeting.run(comm.SWITCH, detail=stage)
     zero.reshard()
     if zero.mesh.shape(stage) == zero.mesh.shape(zero.stage):

@@ -46,8 +46,6 @@ class ZeroModel:
     replicated: list[nn.Parameter]  # 0-dim parameters, which FSDP2 refuses: kept whole, gradients all-reduced
     conditional: bool = False
     window_open: bool = False  # between a micro-step without and the one with gradient synchronisation
-    gathered: bool = False  # inside gathered_parameters()
-    reducing: bool = True  # False while gradients stay whole (stages 0 and 1 inside no_sync)
     used: set[fsdp.FSDPParam] = field(default_factory=set)  # conditional modules: got a gradient on this rank
     unit_numbers: dict[str, int] = field(default_factory=dict)
     _after_forward: RemovableHandle | None = None
@@ -61,10 +59,9 @@ class ZeroModel:
     def modules(self) -> list[nn.Module]:
         return [module for _, module in self.units]
 
-    @property
-    def root_unit(self) -> int:
-        """The root's number in meetings."""
-        return self.unit_numbers[self.units[-1][0]]
+    def parameters(self) -> list[nn.Parameter]:
+        """Every parameter in its sharded form, and the 0-dim ones."""
+        return [param.sharded_param for param in fsdp.iterate_params(self.modules)] + self.replicated
 
     def shard_unit(self, name: str, module: nn.Module) -> None:
         """`fully_shard` one unit on the mesh of the current stage and route its collectives through `comm`."""
@@ -105,7 +102,6 @@ class ZeroModel:
         root.set_reshard_after_forward(self.stage == 0, recurse=False)
         root.set_requires_gradient_sync(True)
         root.set_reshard_after_backward(True)
-        self.reducing = True
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -114,7 +110,6 @@ class ZeroModel:
         root = fsdp.as_fsdp(self.model)
         if self.stage <= 1:
             root.set_requires_gradient_sync(False)
-            self.reducing = False
         else:
             # With replicas: reduce-scatter inside each replica every micro-step, all-reduce across them once.
             root.set_requires_all_reduce(False)

@@ -23,7 +23,7 @@ from hfdist import comm
 from hfdist.checkpoint import state as checkpoint
 from hfdist.checkpoint import whole
 from hfdist.config import resolve_engine, resolve_settings
-from hfdist.engine import norm
+from hfdist.engine import norm, repoint
 from hfdist.engine.core import Engine
 from hfdist.engine.loss import LossWeights
 from hfdist.engine.optimizer import ZeroOptimizer
@@ -175,7 +175,7 @@ class Accelerator(accelerate.Accelerator):
                 )
             before = dict(inner.named_parameters(remove_duplicate=False))
             self.engine.models.append(loading.take_over(loaded, inner, self._build_zero))
-            self._point_from(before, inner)
+            repoint.follow(self.engine, before, inner, self._optimizers)
         zero = self.engine.models[-1]
         self._undo.append(self.engine.wrap_forward(zero))
         self._undo.append(whole.let_save_pretrained_gather(self.engine, inner))
@@ -196,16 +196,7 @@ class Accelerator(accelerate.Accelerator):
                 block.compile(**self.state.dynamo_plugin.to_kwargs())
         apply_zero(zero, self.device)
         self.engine.models.append(zero)
-        self._point_from(before, model)
-
-    def _point_from(self, before: dict[str, nn.Parameter], model: nn.Module) -> None:
-        """Remember which parameter became which, for optimizers and lists made before."""
-        for name, parameter in model.named_parameters(remove_duplicate=False):
-            if before[name] is not parameter:
-                self.engine.replaced[before[name]] = parameter
-        before.clear()
-        for optimizer in self._optimizers:
-            self._point_to_shards(optimizer.optimizer)
+        repoint.follow(self.engine, before, model, self._optimizers)
 
     def _build_zero(self, model: nn.Module) -> ZeroModel:
         settings = self.settings
@@ -239,30 +230,13 @@ class Accelerator(accelerate.Accelerator):
             if optimizer not in self._optimizers:
                 self._optimizers.append(optimizer)
             return optimizer
-        self._point_to_shards(optimizer)
+        repoint.point_to_shards(self.engine, optimizer)
         wrapped = ZeroOptimizer(optimizer, self.engine)
         if self._zero_stage > 0 and self.num_processes > 1:
             wrapped.local.check()
         self.engine.optimizers.append(wrapped)
         self._optimizers.append(wrapped)
         return wrapped
-
-    def _point_to_shards(self, optimizer: torch.optim.Optimizer) -> None:
-        params = {id(p.sharded_param): p for zero in self.engine.models for p in fsdp.iterate_params(zero.modules)}
-        for group in optimizer.param_groups:
-            for position, old in enumerate(group["params"]):
-                if old not in self.engine.replaced:
-                    continue
-                new = group["params"][position] = self.engine.replaced[old]
-                state = optimizer.state.pop(old, None)
-                if state:
-                    param = params[id(new)]
-                    optimizer.state[new] = {
-                        key: fsdp.take_shard(param, value)
-                        if isinstance(value, torch.Tensor) and value.shape == old.shape and value.ndim
-                        else value
-                        for key, value in state.items()
-                    }
 
     def prepare_scheduler(self, scheduler: torch.optim.lr_scheduler.LRScheduler) -> Any:
         """accelerate's wrapper: `num_processes` steps per update, or one with `scheduler_step="update"`."""

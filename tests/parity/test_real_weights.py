@@ -5,6 +5,8 @@ The packages come by name from the registries this machine is set up for (`hfdis
 
 from __future__ import annotations
 
+import os
+
 import pytest
 import torch
 
@@ -13,8 +15,8 @@ from tests.worker import make_accelerator
 
 # Mean negative log likelihood of the first three 512-token windows, transformers fp32; llama.cpp agrees to 2.5e-7.
 GOLDEN = [4.260933, 4.160569, 3.685356]
-# A few steps show a difference between stages as well as many.
-STEPS, SEQ_LEN = 3, 32
+# A few steps show a difference between stages as well as many; TUNE_STEPS=20 takes minutes.
+STEPS, SEQ_LEN = int(os.environ.get("TUNE_STEPS", "3")), 32
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,47 @@
+"""What was made before `prepare` refers to whole parameters; sharding makes new ones, and references must follow.
+
+optimizer = AdamW(model.parameters())      # whole parameters
+model = accelerator.prepare(model)         # engine.replaced: whole -> sharded
+accelerator.prepare(optimizer)             # its groups now hold the sharded ones, its state their rows
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import nn
+
+from hfdist.engine.core import Engine
+from hfdist.parallel import fsdp
+
+
+def follow(
+    engine: Engine, before: dict[str, nn.Parameter], model: nn.Module, optimizers: Iterable[torch.optim.Optimizer]
+) -> None:
+    """Remember which parameter of `before` (by name; emptied) became which of `model`, and point `optimizers` there."""
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if before[name] is not parameter:
+            engine.replaced[before[name]] = parameter
+    before.clear()
+    for optimizer in optimizers:
+        point_to_shards(engine, getattr(optimizer, "optimizer", optimizer))
+
+
+def point_to_shards(engine: Engine, optimizer: torch.optim.Optimizer) -> None:
+    """Put sharded parameters into the optimizer's groups, and this rank's rows of what its state holds for each."""
+    params = {id(p.sharded_param): p for zero in engine.models for p in fsdp.iterate_params(zero.modules)}
+    for group in optimizer.param_groups:
+        for position, old in enumerate(group["params"]):
+            if old not in engine.replaced:
+                continue
+            new = group["params"][position] = engine.replaced[old]
+            state = optimizer.state.pop(old, None)
+            if state:
+                param = params[id(new)]
+                optimizer.state[new] = {
+                    key: fsdp.take_shard(param, value)
+                    if isinstance(value, torch.Tensor) and value.shape == old.shape and value.ndim
+                    else value
+                    for key, value in state.items()
+                }

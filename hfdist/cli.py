@@ -2,7 +2,7 @@
 
 hfdist config zero3 > my.yaml          hfdist explain --model-params 7e9 --num-processes 8 --precision bf16
 hfdist data smollm2                    hfdist report runs/zero3-*.jsonl --plot zero3.png
-hfdist env
+hfdist schedule 1f1b --plot 1f1b.png    hfdist env
 """
 
 from __future__ import annotations
@@ -90,6 +90,37 @@ def report(
         show_report(record)
     if plot is not None:
         plot_runs(records, plot)
+        print(f"Plot: {plot}")
+
+
+@app.command()
+def schedule(
+    names: Annotated[list[str], typer.Argument(help="gpipe, 1f1b, interleaved, zero-bubble, zbv, pipedream")],
+    stages: Annotated[int, typer.Option(help="ranks the model is split over")] = 4,
+    micro_batches: Annotated[int, typer.Option(help="parts of one batch")] = 8,
+    virtual_stages: Annotated[int | None, typer.Option(help="model stages a rank (interleaved, zero-bubble)")] = None,
+    plot: Annotated[Path | None, typer.Option(help="PNG")] = None,
+) -> None:
+    """Ideal charts of pipeline schedules: hfdist schedule gpipe 1f1b --stages 4 --micro-batches 8"""
+    from rich.console import Console
+
+    from hfdist.plan.schedule import plan_schedule
+    from hfdist.plan.timeline import plan_timeline
+    from hfdist.report import gantt
+
+    console, pictures = Console(highlight=False), []
+    for name in names:
+        planned = plan_schedule(
+            name, num_ranks=stages, num_micro_batches=micro_batches, num_virtual_stages=virtual_stages
+        )
+        timeline = plan_timeline(planned)
+        caption = f"{gantt.title(planned)}: {gantt.describe(planned, timeline)}"
+        console.print(caption)
+        for row in gantt.rows(planned, timeline, console.width):
+            console.print(row, no_wrap=True, crop=True)
+        pictures.append((caption, planned, timeline))
+    if plot is not None:
+        gantt.draw_timelines(pictures, plot)
         print(f"Plot: {plot}")
 
 

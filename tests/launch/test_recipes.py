@@ -9,6 +9,8 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -40,11 +42,78 @@ def launch(*words: str, timeout: int = TIMEOUT, **environment: str) -> subproces
     )
 
 
-def train(record: Path, *words: str, timeout: int = TIMEOUT) -> list[dict[str, Any]]:
-    done = launch(*words, *SIZES, "--record", str(record), timeout=timeout)
-    assert done.returncode == 0, done.stdout[-6000:]
-    assert f"Run record: {record}" in done.stdout
-    return [json.loads(line) for line in record.read_text().splitlines()]
+# What is launched for the tests below, two at a time, since starting ranks is mostly waiting: name -> words. Each one's
+# {folder} is its own.
+BY_CONFIG = {name: ["--config_file", f"accelerate_configs/{name}.yaml", f"recipes/{name}.py"] for name in (
+    "ddp", "spawn", "accelerate_plain", "zero1", "zero2", "zero3", "zero_switch", "fsdp"
+)}  # fmt: skip
+TRAINED = {
+    "reference": ["recipes/data_parallel.py"],
+    **BY_CONFIG,
+    "deepspeed_native": ["recipes/deepspeed_native.py"],
+    **{f"{name}_{n}": [f"recipes/{name}.py", "--num-processes", str(n)] for name, n in (
+        ("zero1", 3), ("zero2", 4), ("zero3", 4), ("zero_switch", 3), ("zero3", 1)
+    )},
+    "amp_bf16": ["recipes/amp_bf16.py"],
+    "amp_fp16": ["recipes/amp_fp16.py"],
+}  # fmt: skip
+TINY = [*BY_CONFIG["zero3"], "--model", "tiny"]
+REFUSED = {
+    "unknown model": [*BY_CONFIG["zero3"], "--model", "no-such-owner/no-such-model"],
+    "empty dataset": [*TINY, "--dataset", "{folder}/empty.txt"],
+    "small batch": [*TINY, "--batch-size", "1"],
+    "missing file": ["recipes/zero3.py", "--dataset", "{folder}/nowhere.jsonl"],
+    "unwritable output": ["recipes/zero3.py", "--save", "{folder}/file/below"],
+    "not finite": [*BY_CONFIG["zero2"], *SIZES[:2], "--steps", "6", "--seq-len", "32", "--lr", "1e25"],
+}
+pytestmark = pytest.mark.timeout(1800)
+
+
+class Launches:
+    """The launches above, begun together by the first test that asks for one."""
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+        self._executor = ThreadPoolExecutor(max_workers=2)
+        self._begun: dict[str, Future[subprocess.CompletedProcess[str]]] = {}
+
+    def folder(self, name: str) -> Path:
+        return self._root / name.replace(" ", "_")
+
+    def done(self, name: str) -> subprocess.CompletedProcess[str]:
+        if not self._begun:
+            self._begin_all()
+        return self._begun[name].result()
+
+    def _begin_all(self) -> None:
+        for name, words in (TRAINED | REFUSED).items():
+            folder = self.folder(name)
+            folder.mkdir()
+            (folder / "empty.txt").write_text("\n")
+            (folder / "file").write_text("")
+            words = [word.format(folder=folder) for word in words]
+            if name in TRAINED:
+                words += [*SIZES, "--record", str(folder / "run.jsonl")]
+            # DeepSpeed's first start on a machine compiles a kernel.
+            limit = 840 if name == "deepspeed_native" else TIMEOUT
+            self._begun[name] = self._executor.submit(launch, *words, timeout=limit)
+
+    def trained(self, name: str) -> list[dict[str, Any]]:
+        """The lines of the record of a run that must have succeeded."""
+        done, record = self.done(name), self.folder(name) / "run.jsonl"
+        assert done.returncode == 0, done.stdout[-6000:]
+        assert f"Run record: {record}" in done.stdout
+        return [json.loads(line) for line in record.read_text().splitlines()]
+
+    def close(self) -> None:
+        self._executor.shutdown(cancel_futures=True)
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Launches]:
+    launches = Launches(tmp_path_factory.mktemp("recipes"))
+    yield launches
+    launches.close()
 
 
 def losses(lines: list[dict[str, Any]]) -> list[float]:
@@ -52,12 +121,8 @@ def losses(lines: list[dict[str, Any]]) -> list[float]:
 
 
 @pytest.fixture(scope="module")
-def reference(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
-    return losses(train(tmp_path_factory.mktemp("reference") / "run.jsonl", "recipes/data_parallel.py"))
-
-
-def by_config(recipe: str) -> list[str]:
-    return ["--config_file", f"accelerate_configs/{recipe}.yaml", f"recipes/{recipe}.py"]
+def reference(runs: Launches) -> list[float]:
+    return losses(runs.trained("reference"))
 
 
 def check(lines: list[dict[str, Any]], reference: list[float], *, ranks: int, tolerance: float = 1e-4) -> None:
@@ -71,8 +136,8 @@ def check(lines: list[dict[str, Any]], reference: list[float], *, ranks: int, to
 
 
 @pytest.mark.parametrize("recipe", ["ddp", "spawn", "accelerate_plain"])
-def test_replicated(recipe: str, reference: list[float], tmp_path: Path) -> None:
-    lines = train(tmp_path / "run.jsonl", *by_config(recipe))
+def test_replicated(recipe: str, reference: list[float], runs: Launches) -> None:
+    lines = runs.trained(recipe)
     check(lines, reference, ranks=2)
     for memory in lines[-1]["memory"]:
         assert (memory["parameters"], memory["gradients"]) == (4 * P, 4 * P)
@@ -83,9 +148,8 @@ def test_replicated(recipe: str, reference: list[float], tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("recipe", "ranks"), [("zero1", 2), ("zero2", 2), ("zero3", 2), ("zero1", 3), ("zero2", 4), ("zero3", 4)]
 )
-def test_zero(recipe: str, ranks: int, reference: list[float], tmp_path: Path) -> None:
-    words = by_config(recipe) if ranks == 2 else [f"recipes/{recipe}.py", "--num-processes", str(ranks)]
-    lines = train(tmp_path / "run.jsonl", *words)
+def test_zero(recipe: str, ranks: int, reference: list[float], runs: Launches) -> None:
+    lines = runs.trained(recipe if ranks == 2 else f"{recipe}_{ranks}")
     check(lines, reference, ranks=ranks)
     formula = lines[-1]["formula"]
     for memory in lines[-1]["memory"]:
@@ -97,9 +161,8 @@ def test_zero(recipe: str, ranks: int, reference: list[float], tmp_path: Path) -
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
-def test_switching_leaves_the_curve_alone(ranks: int, reference: list[float], tmp_path: Path) -> None:
-    words = ["recipes/zero_switch.py", "--num-processes", str(ranks)] if ranks > 2 else by_config("zero_switch")
-    lines = train(tmp_path / "run.jsonl", *words)
+def test_switching_leaves_the_curve_alone(ranks: int, reference: list[float], runs: Launches) -> None:
+    lines = runs.trained("zero_switch" if ranks == 2 else f"zero_switch_{ranks}")
     check(lines, reference, ranks=ranks)
     switches = [line for line in lines if line["kind"] == "switch"]
     assert [(line["step"], line["stage"]) for line in switches] == [(1, 3), (2, 1), (3, 2)]
@@ -110,9 +173,9 @@ def test_switching_leaves_the_curve_alone(ranks: int, reference: list[float], tm
 
 
 @pytest.mark.parametrize(("recipe", "precision"), [("amp_bf16", "bf16"), ("amp_fp16", "fp16")])
-def test_amp(recipe: str, precision: str, reference: list[float], tmp_path: Path) -> None:
+def test_amp(recipe: str, precision: str, reference: list[float], runs: Launches) -> None:
     # Half precision has 8 and 11 bits: near the fp32 curve and not on it.
-    lines = train(tmp_path / "run.jsonl", f"recipes/{recipe}.py")
+    lines = runs.trained(recipe)
     check(lines, reference, ranks=2, tolerance=2e-2)
     assert losses(lines) != pytest.approx(reference, abs=1e-6)
     assert lines[0]["precision"] == precision
@@ -120,29 +183,25 @@ def test_amp(recipe: str, precision: str, reference: list[float], tmp_path: Path
     assert all(memory["parameters"] == 4 * P for memory in lines[-1]["memory"])
 
 
-def test_accelerates_own_fsdp(reference: list[float], tmp_path: Path) -> None:
-    lines = train(tmp_path / "run.jsonl", *by_config("fsdp"))
+def test_accelerates_own_fsdp(reference: list[float], runs: Launches) -> None:
+    lines = runs.trained("fsdp")
     check(lines, reference, ranks=2)
     assert all(memory["parameters"] == pytest.approx(2 * P, rel=0.01) for memory in lines[-1]["memory"])
 
 
-@pytest.mark.timeout(900)
-def test_native_deepspeed(reference: list[float], tmp_path: Path) -> None:
-    # Its first start on a machine compiles a kernel.
-    lines = train(tmp_path / "run.jsonl", "recipes/deepspeed_native.py", timeout=840)
-    check(lines, reference, ranks=2)
+def test_native_deepspeed(reference: list[float], runs: Launches) -> None:
+    check(runs.trained("deepspeed_native"), reference, ranks=2)
 
 
-def test_a_run_of_one_process_is_the_reference(reference: list[float], tmp_path: Path) -> None:
-    lines = train(tmp_path / "run.jsonl", "recipes/zero3.py", "--num-processes", "1")
-    check(lines, reference, ranks=1)
+def test_a_run_of_one_process_is_the_reference(reference: list[float], runs: Launches) -> None:
+    check(runs.trained("zero3_1"), reference, ranks=1)
 
 
 def test_save_plot_and_train_on_from_there(tmp_path: Path) -> None:
     """A jsonl of one's own, accumulation, the saved directory as the next run's --model, and the picture."""
     text = tmp_path / "rows.jsonl"
     text.write_text("".join(json.dumps({"text": f"row {n}: " + "spam and eggs " * 20}) + "\n" for n in range(40)))
-    words = [*by_config("zero3"), "--dataset", str(text), "--steps", "3", "--seq-len", "32", "--held-out", "5"]
+    words = [*BY_CONFIG["zero3"], "--dataset", str(text), "--steps", "3", "--seq-len", "32", "--held-out", "5"]
     # zero3.yaml says 1 micro-step; the command line is more specific.
     first = launch(
         *words,
@@ -161,32 +220,24 @@ def test_save_plot_and_train_on_from_there(tmp_path: Path) -> None:
 # --- what recipes refuse. A refusal comes before work starts, in a sentence, with a non-zero exit code.
 
 
-def refused(*words: str) -> str:
-    done = launch(*words)
+def refusal(done: subprocess.CompletedProcess[str]) -> str:
     assert done.returncode != 0
     assert "ConfigError: Got" in done.stdout, done.stdout[-3000:]
     return done.stdout
 
 
-def test_an_unknown_model() -> None:
-    output = refused(*by_config("zero3"), "--model", "no-such-owner/no-such-model")
-    assert "--model no-such-owner/no-such-model" in output
-
-
-def test_an_empty_dataset(tmp_path: Path) -> None:
-    (tmp_path / "empty.txt").write_text("\n")
-    assert "with 0 tokens" in refused(*by_config("zero3"), "--model", "tiny", "--dataset", str(tmp_path / "empty.txt"))
-
-
-def test_a_batch_smaller_than_the_ranks() -> None:
-    output = refused(*by_config("zero3"), "--model", "tiny", "--batch-size", "1")
-    assert "at least one sequence for each rank" in output
-
-
-def test_a_missing_file_and_an_output_that_cannot_be_written(tmp_path: Path) -> None:
-    assert "does not exist" in refused("recipes/zero3.py", "--dataset", str(tmp_path / "nowhere.jsonl"))
-    (tmp_path / "file").write_text("")
-    assert "--save" in refused("recipes/zero3.py", "--save", str(tmp_path / "file" / "below"))
+@pytest.mark.parametrize(
+    ("what", "words"),
+    [
+        ("unknown model", "--model no-such-owner/no-such-model"),
+        ("empty dataset", "with 0 tokens"),
+        ("small batch", "at least one sequence for each rank"),
+        ("missing file", "does not exist"),
+        ("unwritable output", "--save"),
+    ],
+)
+def test_what_recipes_refuse(what: str, words: str, runs: Launches) -> None:
+    assert words in refusal(runs.done(what))
 
 
 @pytest.mark.skipif(
@@ -199,14 +250,14 @@ def test_no_room_for_the_output(tmp_path: Path) -> None:
     if mounted.returncode:
         pytest.skip(f"no mount here: {mounted.stderr.decode().strip()}")
     try:
-        output = refused(*by_config("zero3"), *SIZES, "--save", str(small / "model"))
+        output = refusal(launch(*BY_CONFIG["zero3"], *SIZES, "--save", str(small / "model")))
         assert "room for" in output
     finally:
         subprocess.run(["umount", str(small)], check=True)
 
 
-def test_a_loss_that_is_not_finite() -> None:
-    done = launch(*by_config("zero2"), *SIZES[:2], "--steps", "6", "--seq-len", "32", "--lr", "1e25", timeout=TIMEOUT)
+def test_a_loss_that_is_not_finite(runs: Launches) -> None:
+    done = runs.done("not finite")
     assert done.returncode != 0
     assert "Error: Got" in done.stdout
     assert "finite" in done.stdout

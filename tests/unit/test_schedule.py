@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 
 import pytest
@@ -44,7 +45,7 @@ def test_a_timeline_respects_what_each_computation_needs(name: str, p: int, m: i
             assert span.start >= at[Action(action.stage, "F", action.micro_batch)].end
     for rank in range(p):
         mine = sorted((s.start, s.end) for s in timeline.spans if s.rank == rank)
-        assert all(end <= start for (_, end), (start, _) in zip(mine, mine[1:], strict=False))
+        assert all(end <= start for (_, end), (start, _) in itertools.pairwise(mine))
 
 
 @pytest.mark.parametrize(("p", "m"), [(2, 1), (2, 5), (4, 1), (4, 3), (4, 4), (4, 11), (7, 13)])

@@ -15,7 +15,7 @@ without labels count 1 each: then the factor is k / (real number of micro-steps)
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -24,6 +24,15 @@ import torch.distributed as dist
 from hfdist import comm
 
 Number = float | torch.Tensor
+
+
+@dataclass(frozen=True)
+class Window:
+    """What an accumulation window has seen so far."""
+
+    num_micro_steps: int = 0
+    firsts: tuple[Number, ...] = ()  # label totals of the first micro-step, by forward
+    total: Number = 0.0
 
 
 @dataclass
@@ -35,22 +44,20 @@ class LossWeights:
     world_group: dist.ProcessGroup | None
     tokens: bool = True  # weight by label tokens; False: every loss counts the same
     in_window: bool = False  # inside accumulate()
-    num_micro_steps: int = 0
-    _firsts: list[Number] = field(default_factory=list)  # totals of the first micro-step, by forward
+    window: Window = field(default_factory=Window)
+    _without_backward: Window | None = None  # the window as it was before a micro-step that has no backward yet
     _forward: int = 0  # forwards with labels in this micro-step
-    _total: Number = 0.0
     _applied: Number = 1.0  # the factor already multiplied into the gradients of this window
     _inside: bool = False  # between entering and leaving accumulate()
     _ended: bool = False  # updated or dropped inside accumulate(); forgotten when it is left
-    _before: tuple[int, list[Number], Number] | None = None  # the window before a micro-step that has no backward yet
 
     def begin_micro_step(self) -> None:
         """`accumulate()` was entered. A micro-step before it that had no backward (a skipped batch) does not count."""
-        if self._before is not None:
-            self.num_micro_steps, self._firsts, self._total = self._before
-        self._before = (self.num_micro_steps, list(self._firsts), self._total)
+        if self._without_backward is not None:
+            self.window = self._without_backward
+        self._without_backward = self.window
+        self.window = replace(self.window, num_micro_steps=self.window.num_micro_steps + 1)
         self._inside = self.in_window = True
-        self.num_micro_steps += 1
         self._forward = 0
 
     def leave_micro_step(self) -> None:
@@ -61,7 +68,7 @@ class LossWeights:
 
     def saw_backward(self) -> None:
         """The current micro-step counts."""
-        self._before = None
+        self._without_backward = None
 
     def end_window(self) -> None:
         """The update is done (or the gradients were dropped).
@@ -71,22 +78,23 @@ class LossWeights:
         self._ended = self._inside
         if self._inside:
             return
-        self._before = None
-        self.in_window, self.num_micro_steps, self._forward = False, 0, 0
-        self._firsts, self._total, self._applied = [], 0.0, 1.0
+        self._without_backward = None
+        self.in_window, self.window, self._forward, self._applied = False, Window(), 0, 1.0
 
     def weight(self, num_labels: torch.Tensor) -> Number:
         """The weight of a local loss over `num_labels` targets; all ranks call this together."""
         local, total = self._agree(num_labels)
         if not self.in_window:
             return self._ratio(local, total)
-        if self.num_micro_steps == 1:
+        window = self.window
+        if window.num_micro_steps == 1:
             # Any positive number would do as the window's reference; a first micro-step without labels has none.
-            self._firsts.append(total.clamp(min=1) if isinstance(total, torch.Tensor) else max(total, 1.0))
-        first = self._firsts[self._forward] if self._forward < len(self._firsts) else total
+            first = total.clamp(min=1) if isinstance(total, torch.Tensor) else max(total, 1.0)
+            window = replace(window, firsts=(*window.firsts, first))
+        reference = window.firsts[self._forward] if self._forward < len(window.firsts) else total
         self._forward += 1
-        self._total = self._total + total
-        return self._ratio(local, first)
+        self.window = replace(window, total=window.total + total)
+        return self._ratio(local, reference)
 
     def _agree(self, num_labels: torch.Tensor) -> tuple[Number, Number]:
         if self.meeting.group is not None or self.num_ranks == 1:
@@ -105,12 +113,13 @@ class LossWeights:
 
         `num_steps`: what every micro-step's loss was divided by.
         """
-        if not self.in_window or self.num_micro_steps == 0:
+        window = self.window
+        if not self.in_window or window.num_micro_steps == 0:
             return 1.0
-        if self._firsts:
-            due = num_steps * sum(self._firsts) / self._total if _positive(self._total) else 1.0
+        if window.firsts:
+            due = num_steps * sum(window.firsts) / window.total if _positive(window.total) else 1.0
         else:
-            due = num_steps / self.num_micro_steps
+            due = num_steps / window.num_micro_steps
         factor = due / self._applied
         self._applied = due
         return factor

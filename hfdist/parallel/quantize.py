@@ -1,6 +1,6 @@
 """Weights that travel as int8 (ZeRO++, Wang et al. 2023, section 3.1): a quarter of fp32's gather bytes, at a price.
 
-Each block of 256 values of a shard becomes 256 signed bytes and one fp32 scale, its largest magnitude / 127; every rank,
+Each block of 256 values of a shard becomes 256 signed bytes and one fp32 scale (largest magnitude / 127); every rank,
 the owner too, computes with the rounded values, so that ranks agree bit for bit. The stored shards stay exact.
 
     1.0156 bytes a value on the wire instead of 4 (fp32) or 2 (bf16); error at most scale / 2 a value

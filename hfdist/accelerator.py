@@ -178,6 +178,7 @@ class Accelerator(accelerate.Accelerator):
             repoint.follow(self.engine, before, inner, self._optimizers)
         zero = self.engine.models[-1]
         self._undo.append(self.engine.wrap_forward(zero))
+        self._undo.append(self.engine.let_zero_grad_drop(zero))
         self._undo.append(whole.let_save_pretrained_gather(self.engine, inner))
         self._undo.append(whole.let_resize_embeddings(zero, self.engine))
         if self.settings.activation_checkpointing:
@@ -274,6 +275,20 @@ class Accelerator(accelerate.Accelerator):
         with self.engine.no_sync(_inner(model)):
             yield
 
+    @contextlib.contextmanager
+    def join_uneven_inputs(self, joinables: Any, even_batches: bool | None = None) -> Iterator[None]:
+        """Nothing to do with one process. Raises ConfigError with several: a rank without a batch cannot sit out."""
+        if self.num_processes > 1:
+            raise ConfigError(
+                say(
+                    given="join_uneven_inputs() on several processes",
+                    expected="as many batches on every rank: each of them holds a part of what the others compute with",
+                    do="Leave even_batches on (the default), which fills the last batches; gather_for_metrics drops "
+                    "what was filled in.",
+                )
+            )
+        yield
+
     def clip_grad_norm_(
         self, parameters: Iterable[torch.Tensor] | torch.Tensor, max_norm: float, norm_type: float = 2
     ) -> torch.Tensor:
@@ -357,6 +372,7 @@ class Accelerator(accelerate.Accelerator):
         replaced = {id(new): old for old, new in self.engine.replaced.items()}
 
         def move(old: nn.Parameter, new: nn.Parameter, plan: Any) -> None:
+            fsdp.carry_over(old, new)
             if id(old) in replaced:
                 self.engine.replaced[replaced[id(old)]] = new
             for optimizer in optimizers:

@@ -21,12 +21,12 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from hfdist import comm
 from hfdist.engine import norm
-from hfdist.engine.loss import LossWeights, weigh_loss
+from hfdist.engine.loss import LossWeights, Number, weigh_loss
 from hfdist.engine.optimizer import ZeroOptimizer
 from hfdist.engine.scaler import LossScaler
-from hfdist.errors import DistributedError, say
+from hfdist.errors import ConfigError, DistributedError, say
 from hfdist.mesh import DataMesh
-from hfdist.models.labels import count_labels
+from hfdist.models.labels import count_labels, is_mean_over_labels, is_transformers_model
 from hfdist.parallel import amp as precision
 from hfdist.parallel import conditional, fsdp, replicated
 from hfdist.parallel.zero import ZeroModel
@@ -52,6 +52,7 @@ class Engine:
     scaler: LossScaler | None = None
     last_norm: torch.Tensor | None = None  # of the engine's own clipping
     replaced: WeakIdKeyDictionary = field(default_factory=WeakIdKeyDictionary)  # parameter before sharding -> after
+    _said: WeakIdKeyDictionary = field(default_factory=WeakIdKeyDictionary)  # models of which something was said once
     num_updates: int = 0
     updating: bool = False  # inside optimizer.step: what fails now has already changed something
     _clipped: set[ZeroModel] = field(default_factory=set)  # since the last backward
@@ -75,9 +76,14 @@ class Engine:
             # `num_items_in_batch` says that the caller weights the loss itself (transformers' Trainer).
             if not (self.weights.tokens and torch.is_grad_enabled() and isinstance(labels, torch.Tensor)):
                 return output
-            if kwargs.get("num_items_in_batch") is not None:
+            if kwargs.get("num_items_in_batch") is not None or not is_mean_over_labels(model):
                 return output
-            return weigh_loss(output, lambda: self.weights.weight(count_labels(model, labels)))
+
+            def weight() -> Number:
+                self._say_weighted(model)
+                return self.weights.weight(count_labels(model, labels))
+
+            return weigh_loss(output, weight, self.weights.saw_weighted)
 
         model._original_forward = original  # accelerate's unwrap_model(keep_fp32_wrapper=False) looks for it
         model.forward = forward
@@ -86,6 +92,40 @@ class Engine:
             if model.__dict__.get("forward") is forward:
                 del model.forward
             model.__dict__.pop("_original_forward", None)
+
+        return undo
+
+    def _say_weighted(self, model: nn.Module) -> None:
+        """Once, for a model whose loss hfdist cannot know."""
+        if self.mesh.rank or self.mesh.world_size == 1 or model in self._said or is_transformers_model(model):
+            return
+        self._said[model] = True
+        logger.warning(
+            "The loss that %s returns is taken for a mean over its labels and weighted by their number over all ranks. "
+            "If it is something else (a sum, a mean over the batch), set HFDIST_LOSS_WEIGHTING=mean.",
+            type(model).__name__.removeprefix("FSDP"),
+        )
+
+    def let_zero_grad_drop(self, zero: ZeroModel) -> Callable[[], None]:
+        """Make `model.zero_grad()` drop gradients that wait in gathered copies too; returns the undo."""
+        model: Any = zero.model
+        original = model.zero_grad
+
+        @functools.wraps(original)
+        def zero_grad(set_to_none: bool = True) -> None:
+            self._drop_pending(zero, {id(p) for p in zero.parameters()})
+            for parameter in zero.parameters():
+                if parameter.grad is not None and set_to_none:
+                    parameter.grad = None
+                elif parameter.grad is not None:
+                    parameter.grad.detach_().zero_()
+            original(set_to_none)
+
+        model.zero_grad = zero_grad
+
+        def undo() -> None:
+            if model.__dict__.get("zero_grad") is zero_grad:
+                del model.zero_grad
 
         return undo
 
@@ -132,6 +172,7 @@ class Engine:
         """One agreed update by `optimizer`; False when it was skipped because gradients overflowed."""
         self._agree()
         self._say_strangers(optimizer)
+        self._refuse_hooks(optimizer)
         for zero in self.models:
             zero.reshard()
             replicated.average_gradients(zero)  # of a backward that was not `accelerator.backward`
@@ -184,6 +225,17 @@ class Engine:
                 len(shapes), type(optimizer.optimizer).__name__, ", ".join(shapes[:5]),
             )  # fmt: skip
 
+    def _refuse_hooks(self, optimizer: ZeroOptimizer) -> None:
+        for parameter in optimizer.parameters():
+            if parameter._backward_hooks and parameter.ndim:
+                raise ConfigError(
+                    say(
+                        given=f"a hook on {self.name_of(parameter)} (Tensor.register_hook) that no backward calls",
+                        expected="hooks of register_post_accumulate_grad_hook, which see the reduced gradient",
+                        do="Register it so, or read and change p.grad after accelerator.backward().",
+                    )
+                )
+
     def _models_of(self, optimizer: ZeroOptimizer) -> set[ZeroModel]:
         mine = {id(p) for p in optimizer.parameters()}
         return {zero for zero in self.models if any(id(p) in mine for p in zero.parameters())}
@@ -206,21 +258,27 @@ class Engine:
     def drop_pending(self, optimizer: ZeroOptimizer) -> None:
         """Gradients that wait unreduced in gathered copies go with those that `optimizer.zero_grad()` drops."""
         mine = {id(p) for p in optimizer.parameters()}
-        self._bad_loss = None
         for zero in self.models:
-            for module in zero.modules:
-                group = fsdp.param_group(module)
-                if group is not None and any(id(p.sharded_param) in mine for p in group.fsdp_params):
-                    group._partial_reduce_output = None
-            for param in fsdp.iterate_params(zero.modules):
-                if id(param.sharded_param) in mine:
-                    param.unsharded_accumulated_grad = None
-                    if hasattr(param, "_unsharded_param"):
-                        param._unsharded_param.grad = None
-            if any(id(param.sharded_param) in mine for param in fsdp.iterate_params(zero.modules)):
-                zero.used.clear()
-                zero.window_open = False
+            self._drop_pending(zero, mine)
         self.weights.end_window()
+
+    def _drop_pending(self, zero: ZeroModel, mine: set[int]) -> None:
+        """The same for the parameters of `zero` whose id is in `mine`."""
+        self._bad_loss = None
+        for module in zero.modules:
+            group = fsdp.param_group(module)
+            if group is not None and any(id(p.sharded_param) in mine for p in group.fsdp_params):
+                group._partial_reduce_output = None
+        dropped = False
+        for param in fsdp.iterate_params(zero.modules):
+            if id(param.sharded_param) in mine:
+                dropped = True
+                param.unsharded_accumulated_grad = None
+                if hasattr(param, "_unsharded_param"):
+                    param._unsharded_param.grad = None
+        if dropped:
+            zero.used.clear()
+            zero.window_open = False
 
     # ------------------------------------------------------------------- norm
 

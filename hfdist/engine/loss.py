@@ -47,6 +47,7 @@ class LossWeights:
     window: Window = field(default_factory=Window)
     _without_backward: Window | None = None  # the window as it was before a micro-step that has no backward yet
     _forward: int = 0  # forwards with labels in this micro-step
+    _weighted: bool = False  # a weighted loss of this window had its backward (else the script has a loss of its own)
     _applied: Number = 1.0  # the factor already multiplied into the gradients of this window
     _inside: bool = False  # between entering and leaving accumulate()
     _ended: bool = False  # updated or dropped inside accumulate(); forgotten when it is left
@@ -79,7 +80,12 @@ class LossWeights:
         if self._inside:
             return
         self._without_backward = None
-        self.in_window, self.window, self._forward, self._applied = False, Window(), 0, 1.0
+        self.in_window, self.window, self._forward = False, Window(), 0
+        self._applied, self._weighted = 1.0, False
+
+    def saw_weighted(self) -> None:
+        """The backward of a loss that was weighted has come by."""
+        self._weighted = True
 
     def weight(self, num_labels: torch.Tensor) -> Number:
         """The weight of a local loss over `num_labels` targets; all ranks call this together."""
@@ -116,7 +122,7 @@ class LossWeights:
         window = self.window
         if not self.in_window or window.num_micro_steps == 0:
             return 1.0
-        if window.firsts:
+        if window.firsts and self._weighted:
             due = num_steps * sum(window.firsts) / window.total if _positive(window.total) else 1.0
         else:
             due = num_steps / window.num_micro_steps
@@ -138,27 +144,31 @@ class _Weigh(torch.autograd.Function):
     """Identity whose gradient is multiplied by a weight; a loss over no label at all (nan) becomes 0."""
 
     @staticmethod
-    def forward(ctx: Any, loss: torch.Tensor, weight: Number) -> torch.Tensor:
-        ctx.weight = weight
+    def forward(ctx: Any, loss: torch.Tensor, weight: Number, seen: Callable[[], None]) -> torch.Tensor:
+        ctx.weight, ctx.seen = weight, seen
         if isinstance(weight, torch.Tensor):
             return torch.where(weight > 0, loss, torch.zeros_like(loss))
         return loss.clone() if weight > 0 else torch.zeros_like(loss)
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:  # type: ignore[override]
         weight = ctx.weight
-        return gradient * (weight.to(gradient.dtype) if isinstance(weight, torch.Tensor) else weight), None
+        ctx.seen()
+        return gradient * (weight.to(gradient.dtype) if isinstance(weight, torch.Tensor) else weight), None, None
 
 
-def weigh_loss(output: Any, make_weight: Callable[[], Number]) -> Any:
-    """`output` (a ModelOutput, dict, tuple or the loss itself) with its loss weighted; unchanged when it has none."""
+def weigh_loss(output: Any, make_weight: Callable[[], Number], seen: Callable[[], None]) -> Any:
+    """`output` (a ModelOutput, dict, tuple or the loss itself) with its loss weighted; unchanged when it has none.
+
+    `seen()` is called when the loss has its backward.
+    """
     loss = output.get("loss") if isinstance(output, dict) else None
     if loss is None:
         if isinstance(output, tuple) and output and _is_loss(output[0]):
-            return (_Weigh.apply(output[0], make_weight()), *output[1:])
-        return _Weigh.apply(output, make_weight()) if _is_loss(output) else output
+            return (_Weigh.apply(output[0], make_weight(), seen), *output[1:])
+        return _Weigh.apply(output, make_weight(), seen) if _is_loss(output) else output
     if _is_loss(loss):
-        output["loss"] = _Weigh.apply(loss, make_weight())
+        output["loss"] = _Weigh.apply(loss, make_weight(), seen)
     return output
 
 

@@ -43,6 +43,11 @@ class ZeroOptimizer(AcceleratedOptimizer):
         if self.gradient_state.sync_gradients:
             self.engine.drop_pending(self)
 
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """torch's own; parameters listed before `prepare`, or while a unit was gathered, become the ones that train."""
+        self.optimizer.add_param_group({**param_group, "params": self.engine.resolve(param_group["params"])})
+        self.looked_at = False
+
     def parameters(self) -> list[torch.nn.Parameter]:
         """All parameters of all groups."""
         return [p for group in self.optimizer.param_groups for p in group["params"]]

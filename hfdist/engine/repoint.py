@@ -21,7 +21,8 @@ def follow(
 ) -> None:
     """Remember which parameter of `before` (by name; emptied) became which of `model`, and point `optimizers` there."""
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        if before[name] is not parameter:
+        if before[name] is not parameter and before[name] not in engine.replaced:
+            fsdp.carry_over(before[name], parameter)
             engine.replaced[before[name]] = parameter
     before.clear()
     for optimizer in optimizers:

@@ -40,13 +40,18 @@ class LossScaler(torch.amp.GradScaler):
         self._hysteresis_left = amp.hysteresis
         self.skipped_in_a_row = 0
         self.num_skipped = 0
-        # Since the last backward: id(optimizer) -> overflow found; whether the scale was looked at, and lowered.
-        self._unscaled: dict[int, bool] = {}
+        # Optimizer -> overflow found, of those whose gradients are unscaled; since the last backward: whether the scale
+        # was looked at, and lowered.
+        self._unscaled: dict[torch.optim.Optimizer, bool] = {}
         self._window_updated = self._backed_off = False
         self._overflow_name: str | None = None
 
     def scale(self, outputs: Any) -> Any:
         """`outputs` (a loss, or losses) times the scale."""
+        # What was unscaled (for clipping) and still waits gets its scale back, so that all that waits has one scale.
+        waiting = {id(p.grad): p.grad for o in self._unscaled for p in _parameters(o) if p.grad is not None}
+        for gradient in waiting.values():
+            local_tensor(gradient).mul_(self.current)
         self._in_gradients = self.current
         self._window_updated = self._backed_off = False
         self._unscaled.clear()
@@ -56,21 +61,21 @@ class LossScaler(torch.amp.GradScaler):
 
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
         """Divide the gradients of `optimizer` by their scale, once per window, and agree on whether any overflowed."""
-        if id(optimizer) in self._unscaled:
+        if optimizer in self._unscaled:
             return
         grads = [local_tensor(p.grad) for p in _parameters(optimizer) if p.grad is not None]
         overflow = unscale_local(grads, 1.0 / self._in_gradients)
         overflow = any(self.meeting.numbers(comm.SCALARS, int(overflow)))
-        self._unscaled[id(optimizer)] = overflow
+        self._unscaled[optimizer] = overflow
 
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
         """`optimizer.step()` unless an overflow was found on any rank; returns None for a skipped step."""
         self.unscale_(optimizer)
-        return None if self._unscaled[id(optimizer)] else optimizer.step(*args, **kwargs)
+        return None if self._unscaled[optimizer] else optimizer.step(*args, **kwargs)
 
     def found_overflow(self, optimizer: torch.optim.Optimizer) -> bool:
         """Whether this window's gradients of `optimizer` overflowed (after `unscale_`)."""
-        return self._unscaled.get(id(optimizer), False)
+        return self._unscaled.get(optimizer, False)
 
     def update(self, new_scale: float | torch.Tensor | None = None) -> None:
         """Back off after an overflow, grow after `growth_interval` good steps; once per window.

@@ -18,6 +18,18 @@ def count_labels(model: nn.Module, labels: torch.Tensor) -> torch.Tensor:
     return ((labels[..., 1:] if shifted else labels) != IGNORED).sum()
 
 
+def is_mean_over_labels(model: nn.Module) -> bool:
+    """Whether the model's own loss is a mean over its labels; a CTC loss (`config.ctc_loss_reduction`) is not."""
+    base: Callable[[], nn.Module] | None = getattr(model, "get_base_model", None)
+    inner = model if base is None else base()
+    return not any("ForCTC" in cls.__name__ for cls in type(inner).__mro__)
+
+
+def is_transformers_model(model: nn.Module) -> bool:
+    """Whether the model (or what an adapter wraps) is one of transformers', whose losses are known."""
+    return any(cls.__module__.startswith(("transformers.", "peft.")) for cls in type(model).__mro__)
+
+
 def shifts_labels(model: nn.Module) -> bool:
     """Whether the model's loss compares position t with label t + 1 (causal language models of transformers do)."""
     base: Callable[[], nn.Module] | None = getattr(model, "get_base_model", None)

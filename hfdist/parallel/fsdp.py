@@ -105,6 +105,22 @@ def unmet(group: FSDPParamGroup) -> Iterator[None]:
         group._all_gather_comm = met
 
 
+def carry_over(old: nn.Parameter, new: nn.Parameter) -> None:
+    """Give `new` the post-accumulate-grad hooks of `old` and the attributes that a script set on it."""
+    hooks = cast("dict[int, Callable[[torch.Tensor], None]] | None", old._post_accumulate_grad_hooks)
+    for hook in (hooks or {}).values():
+        new.register_post_accumulate_grad_hook(hook)
+    for name, value in vars(old).items():
+        if name not in vars(new):
+            setattr(new, name, value)
+
+
+def announce_backward(root: nn.Module, tensor: torch.Tensor) -> None:
+    """Let the gradient of a root's output tell FSDP2 that backward begins, as it does for tensors that it finds."""
+    state = as_fsdp(root)._get_fsdp_state()
+    state._register_pre_backward_hook(tensor)
+
+
 def make_gathered_form(param: FSDPParam) -> None:
     """Give a parameter that was never gathered on this rank the (empty, freed) gathered form that FSDP2 looks for."""
     numel = param.padded_sharded_param_size.numel() * param.mesh_info.shard_mesh_size  # type: ignore[union-attr]

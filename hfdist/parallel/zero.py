@@ -77,7 +77,7 @@ class ZeroModel:
         fsdp.refuse_deepcopy(module)
         if module is self.model:
             # After FSDP2's own hook, so that it also finds the root at rest.
-            self._after_forward = module.register_forward_hook(self._rest_after_eval)
+            self._after_forward = module.register_forward_hook(self._rest_after_forward)
         if name not in self.unit_numbers:
             self.unit_numbers[name] = self.meeting.unit(name)
         group = fsdp.param_group(module)
@@ -125,16 +125,17 @@ class ZeroModel:
         for module in self.modules:
             fsdp.as_fsdp(module).reshard()
 
-    def _rest_after_eval(self, *unused: object) -> None:
-        """After a forward without gradients: free copies, and never hide gradients that wait behind a copy.
+    def _rest_after_forward(self, module: nn.Module, args: object, output: object) -> None:
+        """After a forward without gradients every unit is at rest, so that `model.parameters()` are those that train.
 
-        Stages 1 and 2 keep their copy for the next forward when no gradient waits.
+        (Stages 1 and 2 gather once more for the next forward: a copy that was kept could also be out of date by then.)
+        After one with gradients: the backward must be announced, also of tensors that FSDP2 does not find in `output`.
         """
-        if not torch.is_grad_enabled() and (
-            self.stage in (0, 3)
-            or any(param.sharded_param.grad is not None for param in fsdp.iterate_params(self.modules))
-        ):
+        if not torch.is_grad_enabled():
             self.reshard()
+            return
+        for tensor in _hidden_tensors(output):
+            fsdp.announce_backward(self.model, tensor)
 
     def reset(self) -> None:
         """Forget an interrupted pass (an exception in forward or backward) with its gradients."""
@@ -188,6 +189,13 @@ class ZeroModel:
         _record_all_reduce(group, flags, name, whole_group=self.conditional)
 
 
+def _hidden_tensors(output: object) -> list[torch.Tensor]:
+    """Tensors with a gradient in the attributes of objects that are no pytree (a custom output class)."""
+    leaves = [leaf for leaf in torch.utils._pytree.tree_leaves(output) if hasattr(leaf, "__dict__")]
+    held = [vars(leaf) for leaf in leaves if not isinstance(leaf, (torch.Tensor, nn.Module))]
+    return [t for t in torch.utils._pytree.tree_leaves(held) if isinstance(t, torch.Tensor) and t.requires_grad]
+
+
 def build_zero_model(
     model: nn.Module,
     mesh: DataMesh,
@@ -199,6 +207,7 @@ def build_zero_model(
     conditional: bool = False,
 ) -> ZeroModel:
     """What `apply_zero` will shard, worked out but not yet done. Raises ConfigError for what cannot be sharded."""
+    _refuse_what_sharding_loses(model)
     blocks = find_blocks(model, block_classes)
     replicated = [p for p in model.parameters() if p.ndim == 0]
     zero = ZeroModel(model, mesh, meeting, mp_policy, stage, blocks, replicated, conditional)
@@ -206,6 +215,27 @@ def build_zero_model(
         inside = [b for _, b in blocks] if module is model else []
         _check_one_dtype(name, module, inside)
     return zero
+
+
+def _refuse_what_sharding_loses(model: nn.Module) -> None:
+    for name, module in model.named_modules():
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.max_norm is not None:
+            raise ConfigError(
+                say(
+                    given=f"{name} with max_norm={module.max_norm}, which rewrites its weight in every forward",
+                    expected="weights that only the optimizer changes; a rewritten gathered copy is lost",
+                    do="Build it without max_norm and normalise inside accelerator.gathered_parameters(model).",
+                )
+            )
+    for name, parameter in model.named_parameters():
+        if parameter._backward_hooks:
+            raise ConfigError(
+                say(
+                    given=f"a hook on {name} (Tensor.register_hook), which sharding would lose",
+                    expected="hooks of register_post_accumulate_grad_hook, which see the reduced gradient",
+                    do="Register it so, or read and change p.grad after accelerator.backward().",
+                )
+            )
 
 
 def apply_zero(zero: ZeroModel, device: torch.device, *, synchronise: bool = True) -> None:

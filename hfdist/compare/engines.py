@@ -11,11 +11,11 @@
 
 `native` in `--against` brings its two other columns along when the yaml is a DEEPSPEED one (`extras`).
 
-Equal work. DeepSpeed clips at 1.0 where nobody asked for clipping: it is told the yaml's value, or 0. In bf16 and fp16 it
-reduces and accumulates gradients in that dtype: it is told fp32, as hfdist does, unless hfdist was asked for
-`reduce_dtype: compute`. Under CPU offload it replaces the script's optimizer: it is told not to. What remains of its own
-(when ZeRO-3 drops parameters after forward, the sizes of its buckets) is left at its defaults in `native`, shown in the
-report, and turned to memory in `native-memory`, which at stage 3 is the policy hfdist has. The engines launched as
+Equal work. DeepSpeed clips at 1.0 where nobody asked for clipping: it is told the yaml's value, or 0. In bf16 and fp16
+it reduces and accumulates gradients in that dtype: it is told fp32, as hfdist does, unless hfdist was asked for
+`reduce_dtype: compute`. Under CPU offload it replaces the script's optimizer: it is told not to. What remains of its
+own (when ZeRO-3 drops parameters after forward, the sizes of its buckets) is left at its defaults in `native`, shown in
+the report, and turned to memory in `native-memory`, which at stage 3 is the policy hfdist has. The engines launched as
 MULTI_GPU clip and accumulate as the DEEPSPEED yaml says, since their own yaml has no key for it.
 """
 

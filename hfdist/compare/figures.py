@@ -1,10 +1,10 @@
 """From the raw samples of compare.json to the figures that are shown. Pure: no torch, no processes.
 
-    loss of a step     mean over label tokens of all ranks and micro-steps (over micro-steps where there are no labels)
-    wall of a step     of the slowest rank; CPU seconds of a step: of all ranks together, all threads
-    of a round         the median over its steps, without the first ones, in which engines set themselves up
-    of an engine       median over rounds, with the least and the most of them
-    ratio              hfdist's round over the engine's same round, pair by pair; below 1 hfdist takes less
+loss of a step     mean over label tokens of all ranks and micro-steps (over micro-steps where there are no labels)
+wall of a step     of the slowest rank; CPU seconds of a step: of all ranks together, all threads
+of a round         the median over its steps, without the first ones, in which engines set themselves up
+of an engine       median over rounds, with the least and the most of them
+ratio              hfdist's round over the engine's same round, pair by pair; below 1 hfdist takes less
 """
 
 from __future__ import annotations
@@ -181,7 +181,7 @@ def _add_counts(row: Row, ranks: Sequence[Mapping[str, Any]]) -> None:
     whole = [rank for rank in ranks if "wire" in rank]
     if len(whole) < len(ranks):
         return
-    row.held = dict(max((rank["held"] for rank in whole), key=lambda held: sum(held.values())))
+    row.held = dict(max(whole, key=lambda rank: sum(rank["held"].values()))["held"])
     row.wire = max(sum(rank["wire"].values()) for rank in whole)
     kernel = whole[0]["kernel"]
     row.kernel = None if kernel is None else kernel / len(whole)

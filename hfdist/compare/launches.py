@@ -1,7 +1,7 @@
 """One `accelerate launch` of a comparison: started, watched, ended within a limit, and what its ranks left.
 
-Guarantee: when `run_launch` returns or raises, no process of the launch lives. Workers of the launcher may be in sessions
-of their own, so its descendants are looked up and ended one by one, not only its process group.
+Guarantee: when `run_launch` returns or raises, no process of the launch lives. Workers of the launcher may be in
+sessions of their own, so its descendants are looked up and ended one by one, not only its process group.
 """
 
 from __future__ import annotations
@@ -21,7 +21,9 @@ from typing import Any
 
 _TERMINATE_WAIT = 10.0  # seconds between asking a launch to end and killing it
 # Of a launch, and of hfdist's own choosing of an engine.
-_FOREIGN = re.compile(r"^(ACCELERATE_|FSDP_|MEGATRON_LM_|PARALLELISM_CONFIG_|TORCHELASTIC_|HFDIST_(ENGINE|LAUNCHED|RELAU))")
+_FOREIGN = re.compile(
+    r"^(ACCELERATE_|FSDP_|MEGATRON_LM_|PARALLELISM_CONFIG_|TORCHELASTIC_|HFDIST_(ENGINE|LAUNCHED|RELAU))"
+)
 _FOREIGN_NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 # glibc gives freed memory of 128 KiB and more back at once: only then does resident memory mean anything.
 GIVE_MEMORY_BACK = {"MALLOC_MMAP_THRESHOLD_": "131072", "MALLOC_TRIM_THRESHOLD_": "131072"}

@@ -4,11 +4,11 @@
     here        step 1: one batch, 0 and 1 laid end to end                    step 2: 2 and 3
 
 The script is not told: `accelerator.num_processes` says W, so that it computes the batch size of a rank, the length of
-its schedule and all else as it does among W ranks; the loader then hands out W of its batches as one. Whatever accelerate
-itself does for W ranks is done here too: a shuffling sampler without a generator gets a seeded one, a last group that is
-too short is filled up from the first batches (`even_batches`) or dropped (`drop_last`), and a prepared scheduler steps W
-times per update. Accumulation stays what it is: k micro-steps, each of them W times as large. A rank's random numbers
-(dropout) cannot be matched.
+its schedule and all else as it does among W ranks; the loader then hands out W of its batches as one. Whatever
+accelerate itself does for W ranks is done here too: a shuffling sampler without a generator gets a seeded one, a last
+group that is too short is filled up from the first batches (`even_batches`) or dropped (`drop_last`), and a prepared
+scheduler steps W times per update. Accumulation stays what it is: k micro-steps, each of them W times as large. A
+rank's random numbers (dropout) cannot be matched.
 
 Batches are tensors in dicts, lists and tuples. Two-dimensional integer rows of different lengths (dynamic padding) are
 padded at the right, if the batch has an `attention_mask` that hides it: labels with -100, all else with 0.

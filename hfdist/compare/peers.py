@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from hfdist.accelerator import Accelerator as HfdistAccelerator
 from hfdist.compare.one_process import OneProcess
 from hfdist.compare.probe import Probe
 from hfdist.errors import ConfigError, say
@@ -90,6 +91,7 @@ class BareFsdp2(NativeAccelerator):
 
 
 _BASES: dict[str, type[Any]] = {
+    "hfdist": HfdistAccelerator,
     "native": NativeAccelerator,
     "native-memory": NativeAccelerator,
     "native-cpuadam": NativeAccelerator,
@@ -101,10 +103,7 @@ _BASES: dict[str, type[Any]] = {
 
 def build_class(engine: str, probe: Probe, asked: Mapping[str, Any], overrides: Mapping[str, Any]) -> type[Any]:
     """The Accelerator class of `engine`. `asked`: an `engines.Asked` as a dict; `overrides`: DeepSpeed's settings."""
-    if engine == "hfdist":
-        from hfdist.accelerator import Accelerator as base
-    else:
-        base = _BASES[engine]
+    base = _BASES[engine]
     runs_deepspeed = engine.startswith("native") and asked["distributed_type"] == "DEEPSPEED"
     # DeepSpeed and hfdist clip by the yaml themselves; accelerate's other engines have no key for it.
     clips = engine in ("ddp", "fsdp2", "single") and asked["clipping"] is not None
@@ -126,6 +125,7 @@ def build_class(engine: str, probe: Probe, asked: Mapping[str, Any], overrides: 
             probe.accelerator_made(self.device)
 
         def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
+            probe.before_prepare([item for item in args if isinstance(item, nn.Module)])
             given = args
             if engine == "native-cpuadam":
                 given = tuple(use_cpu_adam(item) if isinstance(item, torch.optim.Optimizer) else item for item in args)
@@ -192,7 +192,7 @@ def verify_observed(probe: Probe, engine: str, *, script: str, launched_as: str 
         return
     if os.environ.get("HFDIST_ENGINE") != launched_as:
         given = f"{script}, which chooses its own engine (HFDIST_ENGINE={os.environ.get('HFDIST_ENGINE')})"
-    elif probe.floor is None:
+    elif not probe.made:
         given = f"{script}, which made no Accelerator"
     elif not probe.optimizers:
         given = f"{script}, which prepared no optimizer"

@@ -8,15 +8,16 @@ A step's time goes from the end of the step before to its own end, data loading,
 user waits for. In the first step engines set themselves up: it is the start-up time, and no step time.
 
 A timed launch only keeps time. A counting launch (`count=True`) has no times that mean anything: around its last
-`COUNTED_STEPS` steps it counts collectives and, where it can, the kernel's bytes, with barriers before and after, and it
-looks at who holds memory just before each inner optimizer step of the last one, when gradients are whole and reduced in
-every engine. When `num_steps` are done `ScriptDone` leaves the script, on all ranks in the same step.
+`COUNTED_STEPS` steps it counts collectives and, where it can, the kernel's bytes, with barriers before and after, and
+it looks at who holds memory just before each inner optimizer step of the last one, when gradients are reduced in every
+engine. When `num_steps` are done `ScriptDone` leaves the script, on all ranks in the same step.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import importlib
 import json
 import os
 import time
@@ -33,6 +34,8 @@ from hfdist.measure.wire import WireRecorder, interface_bytes, record_wire
 from hfdist.models.labels import count_labels
 
 COUNTED_STEPS = 2
+# What one engine or another imports when it prepares a model or steps for the first time.
+_IMPORTED_LATE = ("torch._dynamo", "torch.distributed.fsdp", "torch.distributed.tensor", "hfdist.accelerator")
 # Engines set themselves up, and DeepSpeed's ZeRO-3 learns the order of modules, in the first two.
 STEPS_OF_A_COUNT = COUNTED_STEPS + 2
 
@@ -61,6 +64,7 @@ class Probe:
         self.optimizers: list[Any] = []
         self.engine: dict[str, Any] = {}
         self.floor: int | None = None
+        self.made = False  # an Accelerator
         self.learning_rates: list[float] = []
         self._micro: list[_MicroStep] = []
         self._tokens = 0
@@ -78,10 +82,22 @@ class Probe:
         self._wall, self._cpu = time.perf_counter(), time.process_time()
 
     def accelerator_made(self, device: torch.device) -> None:
-        """Imports are done and the process group stands: resident memory from here on is the training's."""
-        self._device = device
-        self.floor = resident.resident_bytes()
+        """The process group stands: the first step counts from here."""
+        self._device, self.made = device, True
         self.start_clock()
+
+    def before_prepare(self, models: list[torch.nn.Module]) -> None:
+        """The floor of resident memory: what the process has before engine and optimizer, without the weights.
+
+        Imports, tokenizer and data are in it. What engines import late, and would else count as their memory, is
+        imported now (in a counting launch; it takes seconds).
+        """
+        if self.floor is not None or not models:
+            return
+        if self.count:
+            for name in _IMPORTED_LATE:
+                importlib.import_module(name)
+        self.floor = (resident.resident_bytes() or 0) - measure_memory(models).total
 
     # ------------------------------------------------------------------------------------- what the script does
 

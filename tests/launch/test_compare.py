@@ -67,7 +67,7 @@ def test_figures_are_measured(compared: tuple[dict[str, Any], str, Path]) -> Non
         assert row.peak > 0
         assert row.num_parameters == P
     assert single.held["optimizer"] == pytest.approx(8 * P, rel=0.02)
-    assert base.held["optimizer"] == pytest.approx(4 * P, rel=0.1)
+    assert base.held["optimizer"] == pytest.approx(4 * P, rel=0.15)  # shards are padded
     assert (single.wire, bool(base.wire)) == (0, True)
     if compared[0]["counted_by_the_kernel"]:
         assert base.kernel is not None

@@ -48,8 +48,8 @@ def compare(
     # The ranks must not outlive a comparison that is told to end: an exception passes the places that end them.
     before = signal.signal(signal.SIGTERM, _end)
     try:
-        with session.progress(len(chosen) * (repeats + 1)) as (follow, idle):
-            path = Session(comparison, follow, idle).run()
+        with session.progress(len(chosen) * (repeats + 1)) as follow:
+            path = Session(comparison, follow).run()
     finally:
         signal.signal(signal.SIGTERM, before)
     show_again([path], path.with_name("compare.png"))

@@ -14,7 +14,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -64,9 +64,8 @@ def run_launch(
     num_ranks: int,
     num_steps: int,
     timeout: float,
-    idle: Callable[[], None] = lambda: None,
 ) -> Outcome:
-    """Run one launch in `folder`, its output in `launch.log`. `idle` is called a few times a second."""
+    """Run one launch in `folder`, its output in `launch.log`."""
     started_at, started = time.time(), time.monotonic()
     timed_out = False
     with (folder / "launch.log").open("wb") as log:
@@ -78,7 +77,6 @@ def run_launch(
                 if time.monotonic() - started > timeout:
                     timed_out = True
                     break
-                idle()
                 time.sleep(0.2)
         finally:
             end_processes(launcher)

@@ -53,6 +53,10 @@ class Comparison:
     command: str = ""
 
 
+# Called as follow(what, done): in a few words what happens now, and how many launches are done.
+Follow = Callable[[str, int], None]
+
+
 @dataclass
 class _Engine:
     name: str
@@ -64,18 +68,18 @@ class _Engine:
 class Session:
     """Runs a `Comparison`."""
 
-    def __init__(self, comparison: Comparison, follow: Callable[[str], None], idle: Callable[[], None]) -> None:
-        """`follow` is told what happens now, in a few words; `idle` is called while a launch runs."""
-        self.comparison, self.follow, self.idle = comparison, follow, idle
+    def __init__(self, comparison: Comparison, follow: Follow) -> None:
+        self.comparison, self.follow = comparison, follow
         self.engines = [_Engine(name) for name in comparison.chosen]
         self.in_namespace = False
+        self.done = 0
         self.header: dict[str, Any] = {}
 
     def run(self) -> Path:
         """All launches; the path of compare.json."""
         what = self.comparison
         (what.out / "configs").mkdir(parents=True, exist_ok=True)
-        self.follow("looking at the machine")
+        self._follow("looking at the machine")
         self.in_namespace = start.can_isolate()
         self.header = self._header()
         for engine in self.engines:
@@ -92,9 +96,11 @@ class Session:
                 if engine.error is None:
                     self._launch(engine, name)
                     self._save()
-                else:
-                    self.follow(f"{engine.name}: not launched")
+                self.done += 1
         return self._save()
+
+    def _follow(self, text: str) -> None:
+        self.follow(text, self.done)
 
     # ---------------------------------------------------------------------------------------------------- launches
 
@@ -102,7 +108,7 @@ class Session:
         what, recipe = self.comparison, engine.recipe
         assert recipe is not None
         counting = name == COUNTING
-        self.follow(f"{engine.name}, " + ("counting" if counting else f"round {name} of {what.repeats}"))
+        self._follow(f"{engine.name}, " + ("counting" if counting else f"round {name} of {what.repeats}"))
         folder = what.out / "launches" / f"{engine.name}-{name}"
         folder.mkdir(parents=True, exist_ok=True)
         for left in folder.glob("rank*"):  # by an earlier comparison with the same --out
@@ -125,7 +131,6 @@ class Session:
             num_ranks=1 if engine.name == "single" else what.asked.num_processes,
             num_steps=steps,
             timeout=what.timeout,
-            idle=self.idle,
         )
         engine.error = outcome.error
         engine.launched.append({"round": name, **_as_json(outcome)})
@@ -144,7 +149,7 @@ class Session:
         using = [e for e in self.engines if e.name.startswith("native") and e.error is None]
         if not using or self.comparison.asked.distributed_type != "DEEPSPEED":
             return
-        self.follow("preparing DeepSpeed's ops, once (a minute or two of compiler time if they are new)")
+        self._follow("preparing DeepSpeed's ops, once (a minute or two of compiler time if they are new)")
         error = self._build("")
         for engine in using:
             engine.error = error
@@ -165,7 +170,6 @@ class Session:
             num_ranks=1,
             num_steps=0,
             timeout=_BUILD_LIMIT,
-            idle=self.idle,
         )
         return None if outcome.error is None else f"DeepSpeed's ops could not be built: {outcome.error}"
 
@@ -239,8 +243,8 @@ def verify(comparison: Comparison) -> None:
 
 
 @contextlib.contextmanager
-def progress(total: int) -> Iterator[tuple[Callable[[str], None], Callable[[], None]]]:
-    """`follow` and `idle` for a `Session`: a bar on a terminal, a line a launch in a log."""
+def progress(total: int) -> Iterator[Follow]:
+    """The `follow` of a `Session`: a bar on a terminal, which redraws itself, and a line a launch in a log."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
@@ -255,18 +259,14 @@ def progress(total: int) -> Iterator[tuple[Callable[[str], None], Callable[[], N
         disable=not console.is_terminal,
     )
     task = bar.add_task("compare", total=total)
-    counted = {"launches": -1}
 
-    def follow(text: str) -> None:
-        if ", " in text or text.endswith("not launched"):  # a launch begins: the one before is done
-            counted["launches"] += 1
-            bar.update(task, completed=max(0, counted["launches"]))
-        bar.update(task, description=text)
+    def follow(text: str, done: int) -> None:
+        bar.update(task, completed=done, description=text)
         if not console.is_terminal:
-            print(f"[{max(0, counted['launches'])}/{total}] {text}", flush=True)
+            print(f"[{done}/{total}] {text}", flush=True)
 
     with bar:
-        yield follow, lambda: None
+        yield follow
         bar.update(task, completed=total)
 
 

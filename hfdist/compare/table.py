@@ -25,6 +25,8 @@ def show(path: Path, *, console: Console | None = None) -> None:
     console.print(Text(title(comparison, listed), style="bold"))
     console.print(_times(listed))
     console.print(_memory(listed, by_kernel=bool(comparison["counted_by_the_kernel"])))
+    if any(row.deepspeed for row in listed):
+        console.print(_deepspeed(listed))
     for line in (*notes(comparison, listed), *errors(listed)):
         console.print(line)
     console.print(f"Everything: {path}", soft_wrap=True)
@@ -89,6 +91,15 @@ def _memory(listed: Sequence[Row], *, by_kernel: bool) -> Table:
     return table
 
 
+def _deepspeed(listed: Sequence[Row]) -> Table:
+    """Settings that decide DeepSpeed's work, wire and memory, as its engine had them after all defaults."""
+    having = [row for row in listed if row.deepspeed]
+    table = _table("What DeepSpeed ran with", ("", *(row.engine for row in having)))
+    for name in having[0].deepspeed:
+        table.add_row(name, *(_short(row.deepspeed.get(name)) for row in having))
+    return table
+
+
 def notes(comparison: Mapping[str, Any], listed: Sequence[Row]) -> list[str]:
     """What a reader has to know, each a line."""
     asked = comparison["asked"]
@@ -107,8 +118,6 @@ def notes(comparison: Mapping[str, Any], listed: Sequence[Row]) -> list[str]:
             )
         if row.loss_repeat_off:
             lines.append(f"{row.engine}: losses of its own rounds differ by up to {row.loss_repeat_off:.1e}.")
-        if row.deepspeed:
-            lines.append(f"{row.engine}: " + ", ".join(f"{k} {_short(v)}" for k, v in row.deepspeed.items()))
     return [escape(line) for line in lines]
 
 

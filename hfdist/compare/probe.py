@@ -34,8 +34,11 @@ from hfdist.measure.wire import WireRecorder, interface_bytes, record_wire
 from hfdist.models.labels import count_labels
 
 COUNTED_STEPS = 2
-# What one engine or another imports when it prepares a model or steps for the first time.
-_IMPORTED_LATE = ("torch._dynamo", "torch.distributed.fsdp", "torch.distributed.tensor", "hfdist.accelerator")
+# What one engine or another imports when it prepares or steps for the first time; `datasets` (accelerate, for several
+# ranks only) alone is 90 MB.
+_IMPORTED_LATE = (
+    *("torch._dynamo", "torch.distributed.fsdp", "torch.distributed.tensor", "datasets", "hfdist.accelerator"),
+)
 # Engines set themselves up, and DeepSpeed's ZeRO-3 learns the order of modules, in the first two.
 STEPS_OF_A_COUNT = COUNTED_STEPS + 2
 

@@ -21,7 +21,6 @@ def main() -> None:
     launch.end_with_parent()
     task = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
     script, folder = sys.argv[2], Path(sys.argv[1]).parent
-    launched_as = os.environ.get("HFDIST_ENGINE")
     from hfdist.compare import peers
     from hfdist.compare.probe import Probe, ScriptDone
     from hfdist.recipe.run import Run
@@ -42,7 +41,7 @@ def main() -> None:
     sys.path[0] = str(Path(script).resolve().parent)
     try:
         _run(script, stop=ScriptDone)
-        peers.verify_observed(probe, task["engine"], script=script, launched_as=launched_as)
+        peers.verify_observed(probe, task["engine"], script=script)
     except BaseException as error:
         probe.write(error=_say(error), traceback=traceback.format_exc())
         raise

@@ -22,6 +22,7 @@ MULTI_GPU clip and accumulate as the DEEPSPEED yaml says, since their own yaml h
 from __future__ import annotations
 
 import copy
+import importlib.util
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -67,6 +68,9 @@ class Asked:
     precision: str = "no"
     # "fp32", or "compute" for reductions in `precision`.
     reduce_dtype: str = "fp32"
+    # What the launcher exports for the yaml: how hfdist gets a DEEPSPEED yaml where deepspeed is not installed, which
+    # accelerate's launcher would need for that type. Empty where it is.
+    exported: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -114,7 +118,9 @@ def launch_recipe(engine: str, content: Mapping[str, Any], asked: Asked) -> Reci
     """How `engine` is launched. Raises ConfigError when it cannot run such a yaml; the text is its row."""
     content = {**copy.deepcopy(dict(content)), "num_processes": asked.num_processes, "main_process_port": 0}
     if engine == BASE:
-        return Recipe(content)
+        if not asked.exported:
+            return Recipe(content)
+        return Recipe({**content, "distributed_type": "MULTI_GPU", "deepspeed_config": {}}, dict(asked.exported))
     if engine.startswith("native"):
         if engine != "native" and asked.distributed_type != "DEEPSPEED":
             raise ConfigError(
@@ -168,14 +174,16 @@ def read_asked(config: str, *, num_processes: int | None, environ: Mapping[str, 
     ranks = count if isinstance(count, int) and count > 0 else 1
     launched = environment_of_yaml(config, num_processes=ranks)
     settings = read_native_settings({**environ, **launched})
+    type_ = str(content.get("distributed_type", "NO"))
     return content, Asked(
-        distributed_type=str(content.get("distributed_type", "NO")),
+        distributed_type=type_,
         num_processes=ranks,
         stage=settings.zero.stage,
         clipping=settings.gradient_clipping,
         accumulation=settings.gradient_accumulation_steps,
         precision=settings.amp.dtype if settings.amp else "no",
         reduce_dtype=settings.zero.reduce_dtype,
+        exported={} if type_ != "DEEPSPEED" or importlib.util.find_spec("deepspeed") else launched,
     )
 
 

@@ -21,6 +21,7 @@ from torch import nn
 from hfdist.accelerator import Accelerator as HfdistAccelerator
 from hfdist.compare.one_process import OneProcess
 from hfdist.compare.probe import Probe
+from hfdist.config import resolve_engine
 from hfdist.errors import ConfigError, say
 from hfdist.native import NativeAccelerator, deepspeed_plugin, describe_deepspeed, use_cpu_adam
 
@@ -117,6 +118,11 @@ def build_class(engine: str, probe: Probe, asked: Mapping[str, Any], overrides: 
         if engine == "single":
             ranks = asked["num_processes"]
 
+        def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+            if engine == "hfdist" and resolve_engine(os.environ) == "native":
+                raise _chooses_itself(engine)
+            return super().__new__(cls)
+
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             if runs_deepspeed:
                 kwargs["deepspeed_plugin"] = deepspeed_plugin(kwargs.get("deepspeed_plugin"), overrides)
@@ -186,13 +192,21 @@ def install(cls: type[Any]) -> None:
     hfdist.accelerator.Accelerator = cls  # type: ignore[misc]
 
 
-def verify_observed(probe: Probe, engine: str, *, script: str, launched_as: str | None) -> None:
+def _chooses_itself(engine: str) -> ConfigError:
+    return ConfigError(
+        say(
+            given=f"a script that sets HFDIST_ENGINE={os.environ.get('HFDIST_ENGINE')} itself, under {engine}",
+            expected="one that leaves the choice of the engine to its launch",
+            do="Compare one that does (recipes/zero3.py).",
+        )
+    )
+
+
+def verify_observed(probe: Probe, engine: str, *, script: str) -> None:
     """Raises ConfigError when the script ended and nothing was measured; says what it did instead."""
     if probe.steps:
         return
-    if os.environ.get("HFDIST_ENGINE") != launched_as:
-        given = f"{script}, which chooses its own engine (HFDIST_ENGINE={os.environ.get('HFDIST_ENGINE')})"
-    elif not probe.made:
+    if not probe.made:
         given = f"{script}, which made no Accelerator"
     elif not probe.optimizers:
         given = f"{script}, which prepared no optimizer"

@@ -192,6 +192,7 @@ class Session:
             "versions": versions(),
             "commit": _commit(),
             "hardware": hardware(),
+            "threads": os.environ.get("OMP_NUM_THREADS", "1"),
         }
 
     def _save(self) -> Path:

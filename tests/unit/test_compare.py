@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import subprocess
 import sys
@@ -26,6 +27,9 @@ from hfdist.compare.engines import (
     merge,
     parse_against,
     read_asked,
+)
+from hfdist.compare.engines import (
+    as_json as engines_as_json,
 )
 from hfdist.compare.plot import draw
 from hfdist.compare.table import show
@@ -95,6 +99,29 @@ def test_what_an_engine_cannot_run_is_its_own_error() -> None:
         launch_recipe("native-memory", {}, Asked(distributed_type="FSDP", num_processes=2))
     with pytest.raises(ConfigError, match="loss scaler"):
         launch_recipe("fsdp2", {}, Asked(distributed_type="MULTI_GPU", num_processes=2, precision="fp16"))
+
+
+def test_without_deepspeed_hfdist_gets_the_yaml_all_the_same(monkeypatch) -> None:
+    """accelerate's launcher wants the package for a DEEPSPEED yaml; hfdist's engine does not."""
+    from hfdist.compare import engines
+
+    found = importlib.util.find_spec
+    monkeypatch.setattr(engines.importlib.util, "find_spec", lambda n, *a: None if n == "deepspeed" else found(n, *a))
+    content, asked = read_asked(str(ROOT / "accelerate_configs/zero3.yaml"), num_processes=None, environ={})
+    recipe = launch_recipe("hfdist", content, asked)
+    assert recipe.content["distributed_type"] == "MULTI_GPU"
+    assert recipe.environ["ACCELERATE_USE_DEEPSPEED"] == "true"
+    assert recipe.environ["ACCELERATE_DEEPSPEED_ZERO_STAGE"] == "3"
+
+
+def test_a_script_that_chooses_its_own_engine_is_said_so(monkeypatch, tmp_path: Path) -> None:
+    from hfdist.compare.peers import build_class
+    from hfdist.compare.probe import Probe
+
+    probe = Probe(tmp_path, num_steps=3, count=False, own_counters=True, in_namespace=False)
+    monkeypatch.setenv("HFDIST_ENGINE", "native")
+    with pytest.raises(ConfigError, match="sets HFDIST_ENGINE=native itself"):
+        build_class("hfdist", probe, engines_as_json(ZERO3), {})()
 
 
 def test_merging_keeps_what_is_not_named() -> None:

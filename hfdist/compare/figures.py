@@ -68,6 +68,7 @@ class Row:
     wire: float | None = None  # sent per step, as counted where collectives are issued
     kernel: float | None = None  # sent per step and rank, as the kernel counted, headers included
     num_parameters: int | None = None
+    micro_steps: int | None = None  # of a step, by the script's own count
     deepspeed: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -168,6 +169,7 @@ def _row(
         for rank in launch["ranks"]:
             row.deepspeed = row.deepspeed or rank.get("engine", {}).get("deepspeed", {})
             row.num_parameters = row.num_parameters or rank.get("num_parameters")
+            row.micro_steps = row.micro_steps or max((len(step["losses"]) for step in rank["steps"]), default=None)
     return row
 
 

@@ -137,7 +137,7 @@ def _memory(axes: Axes, listed: Sequence[Row]) -> None:
         peak = (row.allocated if row.allocated is not None else row.peak or 0) / 1e6
         axes.text(max(peak, sum(row.held.values()) / 1e6) + 0.02 * longest, position, f"{peak:,.0f}", va="center")
     _rows_at_left(axes, [row.engine for row in listed], "Memory of a rank, MB", longest)
-    axes.set_ylim(len(listed) - 0.4, -1.5)
+    axes.set_ylim(len(listed) - 0.4, -0.6 - 0.19 * len(listed))  # room for two lines of legend
     axes.legend(frameon=False, ncols=3, loc="upper left", fontsize=9, columnspacing=1.0, handlelength=1.0)
 
 
@@ -149,5 +149,4 @@ def _wire(axes: Axes, listed: Sequence[Row], comparison: Mapping[str, Any]) -> N
         if value is not None:
             axes.barh(position, value / 1e6, 0.62, color=COLORS[row.engine])
             axes.text(value / 1e6 + 0.02 * longest, position, f"{value / 1e6:,.1f}", va="center", fontsize=9.5)
-    source = "the kernel's count" if by_kernel else "collectives"
-    _rows_at_left(axes, [row.engine for row in listed], f"Sent by a rank in a step, MB ({source})", longest)
+    _rows_at_left(axes, [row.engine for row in listed], "Sent by a rank in a step, MB", longest)

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from rich import box
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
@@ -20,7 +21,10 @@ def show(path: Path, *, console: Console | None = None) -> None:
     """Print the comparison of a compare.json."""
     comparison = load(path)
     listed = rows(comparison)
-    console = console or Console()
+    if console is None:
+        console = Console()
+        if not console.is_terminal:
+            console = Console(width=max(console.width, 120))  # a log has no edge at 80
     console.print()
     console.print(Text(title(comparison, listed), style="bold"))
     console.print(_times(listed))
@@ -42,13 +46,13 @@ def title(comparison: Mapping[str, Any], listed: Sequence[Row]) -> str:
         f"{asked['num_processes']} ranks",
         {"no": "fp32"}.get(asked["precision"], asked["precision"]),
         *([f"{numel / 1e6:.1f} M parameters"] if numel else []),
-        f"{comparison['steps']} steps, {comparison['repeats']} rounds",
+        f"{comparison['steps']} steps, {comparison['repeats']} round{'s' * (comparison['repeats'] != 1)}",
     ]
     return ", ".join(parts)
 
 
 def _table(name: str, columns: Iterable[str]) -> Table:
-    table = Table(title=name, title_justify="left", title_style="bold cyan", header_style="dim")
+    table = Table(title=name, title_justify="left", title_style="bold cyan", header_style="dim", box=box.SIMPLE_HEAD)
     for number, column in enumerate(columns):
         table.add_column(column, justify="right" if number else "left", no_wrap=number == 0)
     return table
@@ -57,7 +61,7 @@ def _table(name: str, columns: Iterable[str]) -> Table:
 def _times(listed: Sequence[Row]) -> Table:
     table = _table(
         "Loss and time of a step: median (least to most of the rounds)",
-        ("engine", "loss off", "from step", "wall ms", "CPU ms", "hfdist/it wall", "hfdist/it CPU", "tokens/s"),
+        ("engine", "loss off", "from", "wall ms", "CPU ms", "hfdist/it, wall", "hfdist/it, CPU", "tokens/s"),
     )
     for row in listed:
         if row.wall is None:
@@ -79,8 +83,8 @@ def _times(listed: Sequence[Row]) -> Table:
 
 def _memory(listed: Sequence[Row], *, by_kernel: bool) -> Table:
     on_device = any(row.allocated is not None for row in listed)
-    columns = ["engine", "resident peak", *(["allocated peak"] if on_device else []), "parameters", "gradients"]
-    columns += ["optimizer", "buffers", "sent a step", *(["by the kernel"] if by_kernel else []), "first step"]
+    columns = ["engine", "peak", *(["allocated"] if on_device else []), "params", "grads"]
+    columns += ["optimizer", "buffers", "sent", *(["kernel"] if by_kernel else []), "first step"]
     table = _table("Memory and wire of a rank, start-up", columns)
     for row in listed:
         cells = [size(row.peak), *([size(row.allocated)] if on_device else [])]
@@ -105,11 +109,16 @@ def notes(comparison: Mapping[str, Any], listed: Sequence[Row]) -> list[str]:
     asked = comparison["asked"]
     lines = [
         f"CPU ms: of all ranks together. The first {WARM_UP} steps are not timed. hfdist/it: round by round, below 1 "
-        "hfdist takes less. resident peak: above imports.",
-        f"loss off: largest difference to hfdist in a step; from step: where it first exceeds {LOSS_TOLERANCE:g}.",
+        "hfdist takes less.",
+        f"loss off: largest difference to hfdist in a step; from: the first step where it exceeds {LOSS_TOLERANCE:g}.",
+        "peak: resident, above imports. params to buffers: held just before the update. sent: per step, as counted where "
+        "collectives are issued; kernel: as the kernel counted. first step: from the launch to its end.",
     ]
+    micro = next((row.micro_steps for row in listed if row.micro_steps), asked["accumulation"])
     clipping = "nothing is clipped" if asked["clipping"] is None else f"clipping at {asked['clipping']:g}"
-    lines.append(f"All engines: {clipping}, {asked['accumulation']} micro-steps by the config, the script's optimizer.")
+    lines.append(
+        f"All engines: {clipping}, {micro} micro-step{'s' * (micro != 1)}, the script's optimizer and learning rates."
+    )
     for row in listed:
         if row.learning_rate_differs_from is not None:
             lines.append(

@@ -111,13 +111,13 @@ def notes(comparison: Mapping[str, Any], listed: Sequence[Row]) -> list[str]:
         f"CPU ms: of all ranks together. The first {WARM_UP} steps are not timed. hfdist/it: round by round, below 1 "
         "hfdist takes less.",
         f"loss off: largest difference to hfdist in a step; from: the first step where it exceeds {LOSS_TOLERANCE:g}.",
-        "peak: resident, above imports. params to buffers: held just before the update. sent: per step, as counted where "
-        "collectives are issued; kernel: as the kernel counted. first step: from the launch to its end.",
+        "peak: resident, above imports. params to buffers: held just before the update. sent: in a step, as counted "
+        "where collectives are issued; kernel: as the kernel counted. first step: from the launch to its end.",
     ]
     micro = next((row.micro_steps for row in listed if row.micro_steps), asked["accumulation"])
     clipping = "nothing is clipped" if asked["clipping"] is None else f"clipping at {asked['clipping']:g}"
     lines.append(
-        f"All engines: {clipping}, {micro} micro-step{'s' * (micro != 1)}, the script's optimizer and learning rates."
+        f"All engines: {clipping}, {micro} micro-step{'s' * (micro != 1)}, the script's optimizer (native-cpuadam: DeepSpeed's)."
     )
     for row in listed:
         if row.learning_rate_differs_from is not None:

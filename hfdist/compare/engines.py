@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import copy
 import importlib.util
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -185,11 +185,6 @@ def read_asked(config: str, *, num_processes: int | None, environ: Mapping[str, 
         reduce_dtype=settings.zero.reduce_dtype,
         exported={} if type_ != "DEEPSPEED" or importlib.util.find_spec("deepspeed") else launched,
     )
-
-
-def describe(engines: Sequence[str]) -> dict[str, str]:
-    """name -> what it is, for the engines chosen."""
-    return {name: ENGINES[name] for name in engines}
 
 
 def as_json(asked: Asked) -> dict[str, Any]:

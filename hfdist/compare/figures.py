@@ -71,11 +71,6 @@ class Row:
     micro_steps: int | None = None  # of a step, by the script's own count
     deepspeed: dict[str, Any] = field(default_factory=dict)
 
-    @property
-    def held_total(self) -> int | None:
-        """Parameters, gradients, optimizer and buffers of communication together."""
-        return sum(self.held.values()) if self.held else None
-
 
 def load(path: Path) -> dict[str, Any]:
     """A compare.json. Raises ConfigError for a file that is none."""

@@ -117,7 +117,7 @@ def notes(comparison: Mapping[str, Any], listed: Sequence[Row]) -> list[str]:
     micro = next((row.micro_steps for row in listed if row.micro_steps), asked["accumulation"])
     clipping = "nothing is clipped" if asked["clipping"] is None else f"clipping at {asked['clipping']:g}"
     lines.append(
-        f"All engines: {clipping}, {micro} micro-step{'s' * (micro != 1)}, the script's optimizer (native-cpuadam: DeepSpeed's)."
+        f"All engines: {clipping}, {micro} micro-step{'s' * (micro != 1)}, the script's optimizer (but native-cpuadam)."
     )
     for row in listed:
         if row.learning_rate_differs_from is not None:

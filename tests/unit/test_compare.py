@@ -227,7 +227,7 @@ def test_rows_of_a_stored_comparison(tmp_path: Path) -> None:
     assert base.wall == figures.Spread(pytest.approx(0.2), pytest.approx(0.1), pytest.approx(0.3))
     assert native.wall_ratio == figures.Spread(*[pytest.approx(0.5)] * 3)
     assert base.tokens_per_second == pytest.approx(1000)
-    assert (base.peak, base.held_total, base.wire, base.kernel) == (400, 16_000_000, 5e6, 5.05e6)
+    assert (base.peak, sum(base.held.values()), base.wire, base.kernel) == (400, 16_000_000, 5e6, 5.05e6)
     assert (single.error, single.wall, single.losses, single.held) == ("RuntimeError: no [room]", None, [], {})
 
 

@@ -137,9 +137,19 @@ def prepare_op_build(environ: MutableMapping[str, str]) -> None:
 def build_ops(*, cpu_adam: bool) -> list[str]:
     """Build what DeepSpeed would build at its first use on this machine's CPU; returns the names, built or found.
 
-    `cpu_adam`: its DeepSpeedCPUAdam too. Call `prepare_op_build` first. Raises what DeepSpeed's builder raises.
+    `cpu_adam`: its DeepSpeedCPUAdam too. Call `prepare_op_build` first. Raises ConfigError without
+    deepspeed, and what DeepSpeed's builder raises.
     """
-    from deepspeed.accelerator import get_accelerator
+    try:
+        from deepspeed.accelerator import get_accelerator
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            say(
+                given=f"an engine that runs DeepSpeed, and {error}",
+                expected="the package deepspeed",
+                do="pip install 'hfdist[deepspeed]', or leave this engine out.",
+            )
+        ) from None
 
     names = ["ShareMemCommBuilder"] if get_accelerator().device_name() == "cpu" else []
     names += ["CPUAdamBuilder"] if cpu_adam else []

@@ -45,7 +45,7 @@ def title(comparison: Mapping[str, Any], listed: Sequence[Row]) -> str:
         f"{asked['distributed_type']} stage {asked['stage']}",
         f"{asked['num_processes']} ranks",
         {"no": "fp32"}.get(asked["precision"], asked["precision"]),
-        *([f"{numel / 1e6:.1f} M parameters"] if numel else []),
+        *([f"{numel / 1e6:.1f} M parameters" if numel > 100_000 else f"{numel:,} parameters"] if numel else []),
         f"{comparison['steps']} steps, {comparison['repeats']} round{'s' * (comparison['repeats'] != 1)}",
     ]
     return ", ".join(parts)

@@ -1,6 +1,6 @@
-"""An ordinary Accelerate loop for `tests/launch/test_compare.py`: shuffled data, accumulation, clipping, a scheduler.
+"""An ordinary Accelerate loop for `tests/launch/test_compare.py`: shuffled data, accumulation, a scheduler.
 
-Nothing in it knows of hfdist. `compare_script.py --no-ddp` refuses to be wrapped in DDP, as some models do.
+Nothing in it knows of hfdist, and nothing clips: the yaml asks for that, and every engine has to. `compare_script.py --no-ddp` refuses to be wrapped in DDP, as some models do.
 """
 
 import sys
@@ -26,8 +26,6 @@ def main() -> None:
             with accelerator.accumulate(model):
                 loss = (model(batch) - target).square().mean()
                 accelerator.backward(loss)
-                if accelerator.sync_gradients:
-                    accelerator.clip_grad_norm_(model.parameters(), 1.0)
                 optimizer.step()
                 scheduler.step()
                 optimizer.zero_grad()

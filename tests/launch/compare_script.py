@@ -1,6 +1,7 @@
 """An ordinary Accelerate loop for `tests/launch/test_compare.py`: shuffled data, accumulation, a scheduler.
 
-Nothing in it knows of hfdist, and nothing clips: the yaml asks for that, and every engine has to. `compare_script.py --no-ddp` refuses to be wrapped in DDP, as some models do.
+Nothing in it knows of hfdist, and nothing clips: the yaml asks for that, and every engine has to.
+`compare_script.py --no-ddp` refuses to be wrapped in DDP, as some models do.
 """
 
 import sys

@@ -177,10 +177,9 @@ def install(cls: type[Any]) -> None:
     """Put `cls` where scripts find an Accelerator: in accelerate, in hfdist, and wherever either is bound already."""
     import accelerate
 
-    import hfdist
-    import hfdist.accelerator
+    from hfdist import accelerator as home
 
-    replaced: tuple[object, ...] = (accelerate.Accelerator, hfdist.accelerator.Accelerator)
+    replaced: tuple[object, ...] = (accelerate.Accelerator, home.Accelerator)
     for module in list(sys.modules.values()):
         if not isinstance(module, ModuleType) or module.__name__.startswith("hfdist."):
             continue
@@ -188,8 +187,9 @@ def install(cls: type[Any]) -> None:
             if any(value is known for known in replaced):
                 setattr(module, name, cls)
     # hfdist's modules use accelerate's class by attribute and must keep theirs; scripts import from these two.
-    hfdist.Accelerator = cls  # type: ignore[misc]
-    hfdist.accelerator.Accelerator = cls  # type: ignore[misc]
+    # The package's own name is a lazy one: set before anybody asks for it.
+    setattr(sys.modules["hfdist"], "Accelerator", cls)  # noqa: B010
+    setattr(home, "Accelerator", cls)  # noqa: B010
 
 
 def _chooses_itself(engine: str) -> ConfigError:

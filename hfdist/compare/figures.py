@@ -114,6 +114,18 @@ def first_over(differences: Sequence[float], limit: float = LOSS_TOLERANCE) -> i
     return next((step for step, off in enumerate(differences, 1) if not off <= limit), None)
 
 
+def rounding(listed: Sequence[Row]) -> tuple[float, int | None] | None:
+    """How far ddp and single differ from each other, and from which step by more than LOSS_TOLERANCE.
+
+    Neither has anything of hfdist's, both are right: what rounding alone does to this script. None without both.
+    """
+    plain = [row.losses for row in listed if row.engine in ("ddp", "single") and row.losses]
+    if len(plain) < 2:
+        return None
+    off = [abs(a - b) for a, b in zip(*plain, strict=False)]
+    return max(off), first_over(off)
+
+
 def pair_ratios(base: Mapping[str, float], other: Mapping[str, float]) -> list[float]:
     """base / other of the rounds that both have."""
     return [base[name] / other[name] for name in base if name in other and other[name] > 0]

@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from hfdist.compare.engines import BASE
-from hfdist.compare.figures import LOSS_TOLERANCE, WARM_UP, Row, Spread, load, rows
+from hfdist.compare.figures import LOSS_TOLERANCE, WARM_UP, Row, Spread, load, rounding, rows
 from hfdist.report.runs import size
 
 
@@ -119,6 +119,10 @@ def notes(comparison: Mapping[str, Any], listed: Sequence[Row]) -> list[str]:
     lines.append(
         f"All engines: {clipping}, {micro} micro-step{'s' * (micro != 1)}, the script's optimizer (but native-cpuadam)."
     )
+    plain = rounding(listed)
+    if plain is not None:
+        since = "" if plain[1] is None else f", by more than {LOSS_TOLERANCE:g} from step {plain[1]} on"
+        lines.append(f"What rounding does: ddp and single differ from each other by up to {plain[0]:.1e}{since}.")
     for row in listed:
         if row.learning_rate_differs_from is not None:
             lines.append(

@@ -173,6 +173,13 @@ def test_the_first_step_over_the_limit() -> None:
     assert figures.first_over([0.0, float("nan")]) == 2
 
 
+def test_rounding_is_what_two_plain_engines_differ_by() -> None:
+    rows = [figures.Row("hfdist", ""), figures.Row("ddp", "", losses=[1.0, 2.0, 3.0])]
+    assert figures.rounding(rows) is None
+    rows.append(figures.Row("single", "", losses=[1.0, 2.0 + 2e-6, 3.0 - 5e-5]))
+    assert figures.rounding(rows) == (pytest.approx(5e-5), 3)
+
+
 def test_every_round_begins_with_another_engine() -> None:
     rounds = session.plan_rounds(3, 4)
     assert rounds[0] == rounds[1] == [0, 1, 2]

@@ -45,6 +45,7 @@ class Row:
     engine: str
     what: str
     error: str | None = None
+    rounds: int = 0  # timed launches that went well
     losses: list[float] = field(default_factory=list)
     # By step, against the base.
     loss_off: list[float] = field(default_factory=list)
@@ -148,6 +149,7 @@ def _row(
 ) -> Row:
     row = Row(name, engine["what"], engine["error"])
     rounds = _timed(engine)
+    row.rounds = len(rounds)
     row.losses = _losses(rounds)
     row.loss_off = [abs(a - b) for a, b in zip(row.losses, base_losses, strict=False)]
     if row.loss_off:

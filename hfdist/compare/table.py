@@ -40,13 +40,14 @@ def title(comparison: Mapping[str, Any], listed: Sequence[Row]) -> str:
     """`zero3.yaml: DEEPSPEED stage 3, 2 ranks, fp32, 9.4 M parameters, 20 steps x 5`."""
     asked = comparison["asked"]
     numel = next((row.num_parameters for row in listed if row.num_parameters), None)
+    rounds = max((row.rounds for row in listed), default=0)
     parts = [
         f"{Path(comparison['script']).name} under {Path(comparison['config']).name}",
         f"{asked['distributed_type']} stage {asked['stage']}",
         f"{asked['num_processes']} ranks",
         {"no": "fp32"}.get(asked["precision"], asked["precision"]),
         *([f"{numel / 1e6:.1f} M parameters" if numel > 100_000 else f"{numel:,} parameters"] if numel else []),
-        f"{comparison['steps']} steps, {comparison['repeats']} round{'s' * (comparison['repeats'] != 1)}",
+        f"{comparison['steps']} steps, {rounds} round{'s' * (rounds != 1)}",
     ]
     return ", ".join(parts)
 

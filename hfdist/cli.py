@@ -2,7 +2,8 @@
 
 hfdist config zero3 > my.yaml          hfdist explain --model-params 7e9 --num-processes 8 --precision bf16
 hfdist data smollm2                    hfdist report runs/zero3-*.jsonl --plot zero3.png
-hfdist schedule 1f1b --plot 1f1b.png    hfdist env
+hfdist schedule 1f1b --plot 1f1b.png   hfdist compare accelerate_configs/zero3.yaml recipes/zero3.py
+hfdist env
 """
 
 from __future__ import annotations
@@ -83,14 +84,55 @@ def report(
     records: Annotated[list[Path], typer.Argument(help="run records, runs/*.jsonl")],
     plot: Annotated[Path | None, typer.Option(help="PNG; several runs are drawn together")] = None,
 ) -> None:
-    """Print the tables of runs, and draw them."""
+    """Print the tables of runs, and draw them. A compare.json is printed and drawn as `hfdist compare` does."""
     from hfdist.report import plot_runs, show_report
 
+    if any(record.suffix == ".json" for record in records):
+        from hfdist.compare.command import show_again
+
+        show_again(records, plot)
+        return
     for record in records:
         show_report(record)
     if plot is not None:
         plot_runs(records, plot)
         print(f"Plot: {plot}")
+
+
+@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+def compare(
+    context: typer.Context,
+    config: Annotated[Path, typer.Argument(help="an accelerate yaml")],
+    script: Annotated[str, typer.Argument(help="a training script; what follows goes to it")],
+    against: Annotated[str, typer.Option(help="native, native-memory, native-cpuadam, fsdp2, ddp, single")] = (
+        "native,fsdp2,ddp,single"
+    ),
+    steps: Annotated[int, typer.Option(help="optimizer steps of a launch")] = 20,
+    repeats: Annotated[int, typer.Option(help="timed launches of each engine, interleaved")] = 5,
+    out: Annotated[Path | None, typer.Option(help="directory of the results (runs/compare-<time>)")] = None,
+    num_processes: Annotated[int | None, typer.Option(help="ranks (the config's)")] = None,
+    timeout: Annotated[float, typer.Option(help="seconds that one launch may take")] = 900.0,
+    extras: Annotated[bool, typer.Option(help="native brings native-memory and native-cpuadam along")] = True,
+) -> None:
+    """One unmodified script under several engines, side by side: losses, time, memory, wire.
+
+    Options of this command come before `--`; all else, and everything after it, is the script's own:
+    hfdist compare zero3.yaml train.py --seq-len 64 --against ddp --steps 20 -- --steps 100
+    """
+    from hfdist.compare.command import compare as run
+
+    run(
+        config,
+        script,
+        tuple(word for index, word in enumerate(context.args) if word != "--" or "--" in context.args[:index]),
+        against=against,
+        steps=steps,
+        repeats=repeats,
+        out=out,
+        num_processes=num_processes,
+        timeout=timeout,
+        extras=extras,
+    )
 
 
 @app.command()

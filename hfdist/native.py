@@ -63,6 +63,11 @@ class NativeAccelerator(accelerate.Accelerator):
             for notice in self.settings.notices:
                 logger.warning(notice)
 
+    @property
+    def zero_stage(self) -> int:
+        """The ZeRO stage that the yaml asks for, whatever the engine that runs it makes of it."""
+        return self.settings.zero.stage
+
 
 def _with_gloo(handlers: Sequence[Any]) -> list[Any]:
     """The handlers with an `InitProcessGroupKwargs` whose backend is gloo; a given one keeps its timeout."""
@@ -127,6 +132,91 @@ def prepare_op_build(environ: MutableMapping[str, str]) -> None:
             )
         else:
             time.sleep(0.2)
+
+
+def build_ops(*, cpu_adam: bool) -> list[str]:
+    """Build what DeepSpeed would build at its first use on this machine's CPU; returns the names, built or found.
+
+    `cpu_adam`: its DeepSpeedCPUAdam too. Call `prepare_op_build` first. Raises ConfigError without
+    deepspeed, and what DeepSpeed's builder raises.
+    """
+    try:
+        from deepspeed.accelerator import get_accelerator
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            say(
+                given=f"an engine that runs DeepSpeed, and {error}",
+                expected="the package deepspeed",
+                do="pip install 'hfdist[deepspeed]', or leave this engine out.",
+            )
+        ) from None
+
+    names = ["ShareMemCommBuilder"] if get_accelerator().device_name() == "cpu" else []
+    names += ["CPUAdamBuilder"] if cpu_adam else []
+    for name in names:
+        get_accelerator().create_op_builder(name).load(verbose=False)
+    return names
+
+
+def deepspeed_plugin(given: Any, overrides: Mapping[str, Any]) -> Any:
+    """accelerate's DeepSpeedPlugin, `given` by the script or else of the launched yaml, with `overrides` over it."""
+    import deepspeed  # noqa: F401  imported here, so that resident memory at the start has it
+    from accelerate.utils import DeepSpeedPlugin
+
+    plugin = DeepSpeedPlugin() if given is None else given
+
+    def put(section: dict[str, Any], values: Mapping[str, Any]) -> None:
+        for key, value in values.items():
+            if isinstance(value, Mapping):
+                put(section.setdefault(key, {}), value)
+            else:
+                section[key] = value
+
+    put(plugin.deepspeed_config, overrides)
+    return plugin
+
+
+def use_cpu_adam(optimizer: Any) -> Any:
+    """DeepSpeedCPUAdam over the groups of an Adam or AdamW; schedulers of the old one reach it, the groups are shared.
+
+    Raises ConfigError for any other optimizer.
+    """
+    import torch
+    from accelerate.utils.deepspeed import map_pytorch_optim_to_deepspeed
+
+    if not isinstance(optimizer, (torch.optim.Adam, torch.optim.AdamW)):
+        raise ConfigError(
+            say(
+                given=f"{type(optimizer).__name__}, to be replaced by DeepSpeedCPUAdam",
+                expected="Adam or AdamW",
+                do="Leave out native-cpuadam.",
+            )
+        )
+    return map_pytorch_optim_to_deepspeed(optimizer)
+
+
+# What decides how much work, wire and memory DeepSpeed's ZeRO has; `describe_deepspeed` shows their values.
+_TELLING = (
+    *("stage", "overlap_comm", "contiguous_gradients", "reduce_scatter", "round_robin_gradients"),
+    *("reduce_bucket_size", "allgather_bucket_size", "prefetch_bucket_size"),
+    *("max_live_parameters", "max_reuse_distance", "param_persistence_threshold"),
+)
+
+
+def describe_deepspeed(engine: Any) -> dict[str, Any]:
+    """The settings a DeepSpeed engine really has, after all defaults."""
+    zero = engine._config.zero_config
+    inner = engine.optimizer
+    while hasattr(inner, "optimizer"):
+        inner = inner.optimizer
+    return {
+        **{name: getattr(zero, name) for name in _TELLING},
+        "gradient_clipping": engine.gradient_clipping(),
+        "reductions in": str(engine.communication_data_type).removeprefix("torch."),
+        "optimizer": type(inner).__name__,
+        "optimizer fused": bool(getattr(inner, "defaults", {}).get("fused")),
+        "micro-steps": engine.gradient_accumulation_steps(),
+    }
 
 
 def find_stale_locks(folder: Path) -> list[Path]:

@@ -3,10 +3,12 @@
     owner           what is counted
     parameters      what `model.parameters()` store here: shards at ZeRO 1-3 (padding included), whole at 0
     gathered        whole parameters that a unit needs while it runs (FSDP2's all-gather outputs that are allocated)
-    gradients       reduced gradients (`p.grad`) and whole ones that wait for their reduction
+    gradients       reduced gradients (`p.grad`) and whole ones that wait for their reduction; what wrappers of an
+                    optimizer (DeepSpeed's) keep in attributes named after gradients
     optimizer       state of the optimizers, and masters that only they hold
     buffers         buffers of the modules
-    communication   buffers of collectives that are still referenced (inputs of reductions, outputs of gathers)
+    communication   buffers of collectives that are still referenced (inputs of reductions, outputs of gathers), and
+                    all else that wrappers of an optimizer keep
 
 A tied or viewed storage counts once, for the first owner in this order. `measure_memory` looks now; `sample_memory`
 looks at every collective, module boundary, accumulated gradient and optimizer step of a block, and keeps the peaks.
@@ -17,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, is_dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from hfdist.measure import resident, wire
@@ -202,6 +204,10 @@ def _count(models: list[torch.nn.Module], optimizers: list[Any]) -> tuple[dict[s
         inner = _unwrapped(optimizer)
         for tensor in _tensors([*inner.state.values(), *(group["params"] for group in inner.param_groups)]):
             owned["optimizer"] += storages.add(tensor)
+        for parameter in (p for settings in inner.param_groups for p in settings["params"]):
+            owned["gradients"] += storages.add(parameter.grad)
+        for name, tensor in _kept_by_wrappers(optimizer):
+            owned["gradients" if "grad" in name else "communication"] += storages.add(tensor)
     for model in models:
         for buffer in model.buffers():
             owned["buffers"] += storages.add(buffer)
@@ -247,7 +253,7 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _tensors(value: object) -> Iterator[torch.Tensor]:
-    """Tensors anywhere in nested dicts, lists and tuples."""
+    """Tensors anywhere in nested dicts, lists and tuples, and in those that a dataclass among them has."""
     import torch
 
     if isinstance(value, torch.Tensor):
@@ -258,6 +264,23 @@ def _tensors(value: object) -> Iterator[torch.Tensor]:
     elif isinstance(value, (list, tuple)):
         for entry in value:
             yield from _tensors(entry)
+    elif is_dataclass(value) and not isinstance(value, type):
+        # Its own containers only (DeepSpeed's buckets): an object may refer to all the world.
+        for entry in vars(value).values():
+            if isinstance(entry, (list, tuple, dict)):
+                yield from _tensors([item for item in _items(entry) if not is_dataclass(item)])
+
+
+def _items(container: Any) -> list[Any]:
+    return list(container.values()) if isinstance(container, dict) else list(container)
+
+
+def _kept_by_wrappers(optimizer: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """(attribute, tensor) of what the wrappers around torch's optimizer hold themselves."""
+    while hasattr(optimizer, "optimizer"):
+        for name, value in vars(optimizer).items():
+            yield from ((name, tensor) for tensor in _tensors(value))
+        optimizer = optimizer.optimizer
 
 
 def _unwrapped(optimizer: Any) -> torch.optim.Optimizer:

@@ -39,6 +39,9 @@ EVALUATION_BATCH = 4
 class Run:
     """Follows one run. All of its methods are called on every rank; only the main rank prints and writes."""
 
+    # Set by `hfdist compare`, which measures by itself: no record, no progress, no step that is watched closely.
+    measured_elsewhere = False
+
     def __init__(
         self,
         args: RecipeArguments,
@@ -58,7 +61,9 @@ class Run:
         self.rank, self.world_size = (dist.get_rank(), dist.get_world_size()) if grouped else (0, 1)
         self.is_main = self.rank == 0
         self.accumulation = accumulation if accelerator is None else accelerator.gradient_accumulation_steps
-        self._count_by_watching = zero_stage is not None
+        # hfdist's engine counts its collectives itself; others are looked at from outside.
+        native = getattr(getattr(accelerator, "settings", None), "engine", None) == "native"
+        self._count_by_watching = zero_stage is not None or native
         self._given_stage = zero_stage
         self.device = next(model.parameters()).device if accelerator is None else accelerator.device
         self.num_parameters = sum(getattr(p, "ds_numel", p.numel()) for p in model.parameters())
@@ -76,8 +81,9 @@ class Run:
         self._formulas: dict[int, dict[str, int]] = {}
         self._wire_bound = 0
         self._watching = contextlib.ExitStack()
-        self._progress = _Progress(args) if self.is_main else None
-        self._record = RecordWriter(args.record or new_record_path(args.recipe)) if self.is_main else None
+        shown = self.is_main and not self.measured_elsewhere
+        self._progress = _Progress(args) if shown else None
+        self._record = RecordWriter(args.record or new_record_path(args.recipe)) if shown else None
         self._write("header", **self._header())
 
     def batches(self, loader: Iterable[dict[str, torch.Tensor]]) -> Iterator[dict[str, torch.Tensor]]:
@@ -87,14 +93,15 @@ class Run:
         with contextlib.ExitStack() as stack:
             if self._progress is not None:
                 stack.enter_context(self._progress)
-            if not self._count_by_watching:
+            counts = not self._count_by_watching and not self.measured_elsewhere
+            if counts:
                 wire = stack.enter_context(record_wire())
             self._started = time.perf_counter()
             for number, batch in enumerate(loader):
-                if number == self._watched_step * self.accumulation:
+                if number == self._watched_step * self.accumulation and not self.measured_elsewhere:
                     self._watch()
                 yield {name: tensor.to(self.device) for name, tensor in batch.items()}
-            if not self._count_by_watching:
+            if counts:
                 self._wire_bytes, self._wire_steps = dict(wire.by_op), self.step
 
     def log(self, loss: torch.Tensor) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from hfdist.report.runs import ROWS, RecordedRun, load_run, row_bytes
 
@@ -16,6 +16,16 @@ if TYPE_CHECKING:
 RUN_COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 OWNER_COLORS = {"parameters": "#0072B2", "gradients": "#E69F00", "optimizer": "#009E73"}
 INK, GRID, PEAK = "#222222", "#E4E4E4", "#D3DCE6"
+STYLE: dict[Any, Any] = {
+    "font.size": 10,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.edgecolor": "#888888",
+    "axes.labelcolor": INK,
+    "text.color": INK,
+    "xtick.color": INK,
+    "ytick.color": INK,
+}
 
 
 def draw(records: Sequence[Path], output: Path) -> None:
@@ -26,18 +36,7 @@ def draw(records: Sequence[Path], output: Path) -> None:
     import matplotlib.pyplot as plt
 
     runs = [load_run(path) for path in records]
-    with plt.rc_context(
-        {
-            "font.size": 10,
-            "axes.spines.top": False,
-            "axes.spines.right": False,
-            "axes.edgecolor": "#888888",
-            "axes.labelcolor": INK,
-            "text.color": INK,
-            "xtick.color": INK,
-            "ytick.color": INK,
-        }
-    ):
+    with plt.rc_context(STYLE):
         figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.6), width_ratios=(1.15, 1), layout="constrained")
         figure.suptitle(_title(runs), fontsize=12.5, fontweight="bold", x=0.012, ha="left")
         _draw_losses(left, runs)

@@ -125,12 +125,13 @@ def _tensors(engine: Engine) -> dict[str, Any]:
             flat[f"model.{index}.{name}"] = value
     names = _names(engine)
     for index, optimizer in enumerate(engine.optimizers):
+        held = optimizer.local.held_here()
         for parameter, state in optimizer.optimizer.state.items():
             name = names[parameter]
             for key, value in state.items():
                 if not isinstance(value, torch.Tensor):
                     continue
-                flat[f"optimizer.{index}.{name}.{key}"] = _as_split(value, parameter)
+                flat[f"optimizer.{index}.{name}.{key}"] = value if held.get(parameter) else _as_split(value, parameter)
     return flat
 
 
@@ -146,6 +147,7 @@ def _names(engine: Engine) -> dict[torch.Tensor, str]:
 
 
 def _as_split(value: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+    """State of a parameter that is stepped by rows; that of one stepped whole may have the shape of rows by chance."""
     if isinstance(parameter, DTensor) and value.ndim and value.shape == parameter._local_tensor.shape:
         return DTensor.from_local(
             value, parameter.device_mesh, parameter.placements, shape=parameter.shape, stride=parameter.stride()

@@ -49,8 +49,7 @@ def save_state(accelerator: Accelerator, output_dir: str | os.PathLike[str] | No
     directory.mkdir(parents=True, exist_ok=True)
     for zero in accelerator.engine.models:
         zero.reshard()
-    for hook in accelerator._save_model_state_pre_hook.values():
-        hook(accelerator._models, [], str(directory))
+    _run_save_hooks(accelerator, directory)
     if accelerator.is_main_process:  # from here to the end the directory is not a checkpoint
         (directory / _LAYOUT).unlink(missing_ok=True)
     accelerator.wait_for_everyone()
@@ -90,7 +89,8 @@ def load_state(accelerator: Accelerator, input_dir: str | os.PathLike[str] | Non
     for zero in accelerator.engine.models:
         zero.reshard()
     for hook in accelerator._load_model_state_pre_hook.values():
-        hook(accelerator._models, str(directory))
+        # A copy: hooks take out what accelerate is not to load; here the models are loaded in any case.
+        hook(list(accelerator._models), str(directory))
     _allocate_optimizer_state(accelerator.engine, directory)
     tensors = _tensors(accelerator.engine)
     dcp.load(tensors, checkpoint_id=str(directory / _TENSORS), process_group=accelerator.engine.mesh.world_group)
@@ -112,6 +112,20 @@ def load_state(accelerator: Accelerator, input_dir: str | os.PathLike[str] | Non
         load_custom_state(custom, str(directory), index)
     accelerator.engine.weights.end_window()
     accelerator.wait_for_everyone()
+
+
+def _run_save_hooks(accelerator: Accelerator, directory: Path) -> None:
+    """accelerate's hooks get models and whole weights, one each, which they may take out of the lists.
+
+    The models are saved in any case: `load_state` needs them.
+    """
+    hooks = accelerator._save_model_state_pre_hook.values()
+    if not hooks:
+        return
+    models = list(accelerator._models)
+    weights = [accelerator.get_state_dict(model) for model in models]
+    for hook in hooks:
+        hook(models, weights, str(directory))
 
 
 # ------------------------------------------------------------------- tensors

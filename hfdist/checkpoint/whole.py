@@ -108,6 +108,28 @@ def let_resize_embeddings(zero: ZeroModel, engine: Engine) -> Callable[[], None]
     return undo
 
 
+def let_load_whole(zero: ZeroModel) -> Callable[[], None]:
+    """Make `model.load_state_dict()` of whole plain tensors right: each rank takes its rows. Returns the undo.
+
+    Tensors of another shape are left as they are, for torch to name them.
+    """
+
+    @torch.no_grad()
+    def take_rows(module: nn.Module, state: dict[str, Any], prefix: str, *unused: object) -> None:
+        zero.reshard()
+        shards = {id(param.sharded_param): param for param in fsdp.iterate_params(zero.modules)}
+        for name, parameter in module.named_parameters(remove_duplicate=False):
+            param, value = shards.get(id(parameter)), state.get(prefix + name)
+            if param is None or not isinstance(value, torch.Tensor) or isinstance(value, DTensor):
+                continue
+            if value.shape == param._orig_size:
+                rows = fsdp.take_shard(param, value.detach()).to(param.sharded_param.device)
+                state[prefix + name] = param.to_sharded_dtensor(rows)
+
+    # The first of the root's, so before those of its children, which get their part of what it leaves.
+    return zero.model.register_load_state_dict_pre_hook(take_rows).remove
+
+
 @contextlib.contextmanager
 @torch.no_grad()
 def gathered_parameters(engine: Engine, model: nn.Module, modifier_rank: int | None) -> Iterator[None]:

@@ -1,4 +1,4 @@
-"""What a script writes into prepared objects or loads into them: it stays, or is refused by name. Against one process."""
+"""What a script writes into prepared objects or loads into them stays, or is refused by name. Against one process."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.models import VOCAB, Window, build_lm, make_windows
 from tests.oracle import Tensors, assert_same
 from tests.parity.loops import whole_parameters
 from tests.pool import Pools
@@ -116,10 +117,14 @@ def test_what_is_left_in_gathered_parameters_stays(
 def _gathered_wrong(stage: int) -> tuple[str, Tensors]:
     accelerator = _accelerator(stage)
     model = accelerator.prepare(_Net())
-    with pytest.raises(ValueError, match="gathered_parameters") as caught, accelerator.gathered_parameters(model):
-        model.head.weight = nn.Parameter(torch.zeros(2, 7, dtype=torch.float64))
-        nn.init.zeros_(model.head.bias)
-    return str(caught.value), whole_parameters(accelerator, model)
+    text = ""
+    try:
+        with accelerator.gathered_parameters(model):
+            model.head.weight = nn.Parameter(torch.zeros(2, 7, dtype=torch.float64))
+            nn.init.zeros_(model.head.bias)
+    except ValueError as error:
+        text = str(error)
+    return text, whole_parameters(accelerator, model)
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -211,3 +216,151 @@ def test_whole_state_that_looks_like_rows(pool: Pools, tmp_path: Path, stage: in
     _step(want, _optimizer("adafactor", want), range(4))
     for seen in pool(2).run(_save_and_load, stage, str(tmp_path)):
         assert_same("resumed", seen, _parameters(want), TOLERANCE)
+
+
+# ------------------------------------------------------------- states and hooks
+
+
+def _load_whole(stage: int) -> tuple[Tensors, str]:
+    accelerator = _accelerator(stage)
+    model = _Net()
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    _step(model, optimizer, range(1), accelerator)
+    text = ""
+    try:
+        model.load_state_dict({**_Net(seed=9).state_dict(), "head.bias": torch.zeros(2, dtype=torch.float64)})
+    except RuntimeError as error:
+        text = str(error)
+    accelerator.unwrap_model(model).load_state_dict(_Net(seed=9).state_dict())
+    _step(model, optimizer, range(1, 3), accelerator)
+    return whole_parameters(accelerator, model), text
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_whole_weights_loaded_into_a_prepared_model(pool: Pools, stage: int) -> None:
+    """Trained on from there; another shape is torch's own error."""
+    want = _Net(seed=9)
+    _step(want, torch.optim.SGD(want.parameters(), lr=0.1), range(1, 3))
+    for seen, text in pool(2).run(_load_whole, stage):
+        assert_same("loaded", seen, _parameters(want), TOLERANCE)
+        assert "size mismatch for head.bias" in text
+
+
+def _hooks(stage: int, directory: str) -> tuple[list[Tensors], list[int], Tensors, int]:
+    accelerator = _accelerator(stage)
+    model = accelerator.prepare(_Net())
+    taken: list[Tensors] = []
+    counts: list[int] = []
+
+    def save(models: list[nn.Module], weights: list[Tensors], output_dir: str) -> None:
+        taken.extend(weights.pop() for _ in models)
+
+    def load(models: list[nn.Module], input_dir: str) -> None:
+        while models:
+            models.pop()
+            counts.append(len(models))
+
+    accelerator.register_save_state_pre_hook(save)
+    accelerator.register_load_state_pre_hook(load)
+    accelerator.save_state(directory)
+    with accelerator.gathered_parameters(model), torch.no_grad():
+        model.head.weight.zero_()
+    accelerator.load_state(directory)
+    return taken, counts, whole_parameters(accelerator, model), len(accelerator._models)
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_hooks_may_empty_their_lists(pool: Pools, tmp_path: Path, stage: int) -> None:
+    """A save hook gets one whole state dict per model; what a load hook takes out stays prepared, and is loaded."""
+    want = _parameters(_Net())
+    for taken, counts, loaded, num_models in pool(2).run(_hooks, stage, str(tmp_path)):
+        assert len(taken) == 1
+        assert_same("weights of the hook", taken[0], want, 0.0)
+        assert counts == [0]
+        assert_same("loaded", loaded, want, 0.0)
+        assert num_models == 1
+
+
+# ------------------------------------------------------- models loaded into shards
+
+
+def _from_pretrained(directory: str) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(directory)
+
+
+def _load_on_rank_0(directory: str) -> str:
+    accelerator = _accelerator(3)
+    model = accelerator.prepare(_Net())
+    try:
+        if accelerator.is_main_process:
+            _from_pretrained(directory)
+        accelerator.get_state_dict(model)
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+def test_loading_into_shards_on_one_rank_is_named(pool: Pools, tmp_path: Path) -> None:
+    build_lm("llama", tied=True).save_pretrained(tmp_path)
+    for text in pool(2).run(_load_on_rank_0, str(tmp_path)):
+        assert re.search(r"dp=0 loads a model into shards .*from_pretrained together.*dp=1 gathers whole", text), text
+
+
+def _refused_models(directory: str) -> list[str]:
+    accelerator = _accelerator(3)
+    model = _from_pretrained(directory)
+    texts = []
+    for use in (copy.deepcopy, lambda loaded: accelerator.prepare(nn.Sequential(loaded.model))):
+        try:
+            use(model)
+        except (RuntimeError, ValueError) as error:
+            texts.append(str(error))
+    return texts
+
+
+def test_copies_and_parts_of_a_loaded_model_are_refused(pool: Pools, tmp_path: Path) -> None:
+    build_lm("llama", tied=True).save_pretrained(tmp_path)
+    for copied, part in pool(2).run(_refused_models, str(tmp_path)):
+        assert "from_pretrained loads into shards" in copied
+        assert "a Sequential with a part of a LlamaForCausalLM" in part
+
+
+def _lora(model: Any) -> Any:
+    from peft import LoraConfig, get_peft_model
+
+    torch.manual_seed(1)
+    return get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False))
+
+
+def _adapters(model: nn.Module, parameters: Tensors) -> Tensors:
+    return {name: parameters[name] for name, p in model.named_parameters() if p.requires_grad}
+
+
+def _train_adapters(directory: str, windows: list[Window]) -> Tensors:
+    accelerator = _accelerator(3)
+    model = _lora(_from_pretrained(directory))
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    for window in windows:
+        accelerator.backward(model(**window[0][accelerator.process_index]).loss)
+        optimizer.step()
+        optimizer.zero_grad()
+    return _adapters(model, whole_parameters(accelerator, model))
+
+
+def test_adapters_on_a_model_loaded_into_shards(pool: Pools, tmp_path: Path) -> None:
+    """PEFT sizes them by the whole layer; two steps as adapters on a model that was built in memory."""
+    pytest.importorskip("peft")  # an extra
+    build_lm("llama", tied=True).save_pretrained(tmp_path)
+    windows = make_windows(vocab=VOCAB["llama"], steps=2, gas=1, world_size=2, ragged=False)
+    want = _lora(build_lm("llama", tied=True))
+    optimizer = torch.optim.SGD(want.parameters(), lr=0.1)
+    for window in windows:
+        for micro in window[0]:
+            (want(**micro).loss / 2).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    for seen in pool(2).run(_train_adapters, str(tmp_path), windows):
+        assert len(seen) == 8
+        assert_same("adapters", seen, _adapters(want, _parameters(want)), 1e-5)

@@ -181,6 +181,7 @@ class Accelerator(accelerate.Accelerator):
         self._undo.append(self.engine.let_zero_grad_drop(zero))
         self._undo.append(whole.let_save_pretrained_gather(self.engine, inner))
         self._undo.append(whole.let_resize_embeddings(zero, self.engine))
+        self._undo.append(whole.let_load_whole(zero))
         if self.settings.activation_checkpointing:
             inner.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         self._models.append(model)
@@ -213,6 +214,7 @@ class Accelerator(accelerate.Accelerator):
 
     def _shard_on_meta(self, model: nn.Module) -> ZeroModel:
         """Sharding for a model whose weights are about to be loaded: nothing to make equal, nothing to move."""
+        self.engine.meeting.run(comm.LOAD)
         if self.settings.amp is not None:
             precision.make_masters(model)
         zero = self._build_zero(model)

@@ -32,7 +32,7 @@ from hfdist.measure import wire
 logger = logging.getLogger(__name__)
 
 # Operations a meeting can announce. The code on the wire is op * 2**48 + unit * 2**32 + detail.
-GATHER, REDUCE, STEP, DONE, SWITCH, ABORT, SAVE, SCALARS = range(1, 9)
+GATHER, REDUCE, STEP, DONE, SWITCH, ABORT, SAVE, SCALARS, LOAD = range(1, 10)
 _OP_NAMES = {
     GATHER: "gathers",
     REDUCE: "reduces the gradients of",
@@ -42,6 +42,8 @@ _OP_NAMES = {
     ABORT: "gave up the step",
     SAVE: "gathers whole parameters",
     SCALARS: "agrees on a number",
+    LOAD: "loads a model into shards (all ranks call from_pretrained together, or HFDIST_LOAD_SHARDED=0 lets each load "
+    "it whole)",
 }
 
 

@@ -1,6 +1,7 @@
 """Plan -> living process groups: the device mesh of data parallelism, and this rank's place in it.
 
-Axes, outermost first: `dp_replicate` (copies of the sharded model) x `dp_shard` (the shards). Four ranks:
+Axes, outermost first: `dp_replicate` (copies of the sharded model) x `dp_shard` (the shards; named "fsdp" where it is
+the only axis, see `_build`). Four ranks:
 
     stage 1-3, dp_replicate_size=1   (1, 4)   ranks 0 1 2 3 hold one quarter each
     stage 1-3, dp_replicate_size=2   (2, 2)   ranks 0 1 | 2 3 hold halves; 0-2 and 1-3 hold the same half
@@ -56,7 +57,7 @@ class DataMesh:
         return self.dp_replicate_size, self.world_size // self.dp_replicate_size
 
     def for_stage(self, stage: int) -> DeviceMesh:
-        """2-D mesh ("dp_replicate", "dp_shard"), or its 1-D shard axis where nothing is replicated."""
+        """2-D mesh ("dp_replicate", "dp_shard"), or the 1-D one ("fsdp",) where nothing is replicated."""
         shape = self.shape(stage)
         if shape not in self._meshes:
             self._meshes[shape] = self._build(shape)
@@ -66,7 +67,8 @@ class DataMesh:
         ranks = torch.arange(self.world_size).view(shape)
         shard_group = self._make_groups(ranks.tolist())
         if shape[0] == 1:
-            return DeviceMesh.from_group(shard_group, self.device_type, mesh_dim_names=("dp_shard",))
+            # PEFT sizes adapters by the local rows, as under tensor parallelism, unless all axes have this name.
+            return DeviceMesh.from_group(shard_group, self.device_type, mesh_dim_names=("fsdp",))
         replicate_group = self._make_groups(ranks.T.tolist())
         return DeviceMesh.from_group(
             [replicate_group, shard_group], self.device_type, mesh=ranks, mesh_dim_names=("dp_replicate", "dp_shard")

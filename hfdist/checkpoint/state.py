@@ -49,8 +49,7 @@ def save_state(accelerator: Accelerator, output_dir: str | os.PathLike[str] | No
     directory.mkdir(parents=True, exist_ok=True)
     for zero in accelerator.engine.models:
         zero.reshard()
-    for hook in accelerator._save_model_state_pre_hook.values():
-        hook(accelerator._models, [], str(directory))
+    _run_save_hooks(accelerator, directory)
     if accelerator.is_main_process:  # from here to the end the directory is not a checkpoint
         (directory / _LAYOUT).unlink(missing_ok=True)
     accelerator.wait_for_everyone()
@@ -90,7 +89,8 @@ def load_state(accelerator: Accelerator, input_dir: str | os.PathLike[str] | Non
     for zero in accelerator.engine.models:
         zero.reshard()
     for hook in accelerator._load_model_state_pre_hook.values():
-        hook(accelerator._models, str(directory))
+        # A copy: hooks take out what accelerate is not to load; here the models are loaded in any case.
+        hook(list(accelerator._models), str(directory))
     _allocate_optimizer_state(accelerator.engine, directory)
     tensors = _tensors(accelerator.engine)
     dcp.load(tensors, checkpoint_id=str(directory / _TENSORS), process_group=accelerator.engine.mesh.world_group)
@@ -114,6 +114,20 @@ def load_state(accelerator: Accelerator, input_dir: str | os.PathLike[str] | Non
     accelerator.wait_for_everyone()
 
 
+def _run_save_hooks(accelerator: Accelerator, directory: Path) -> None:
+    """accelerate's hooks get models and whole weights, one each, which they may take out of the lists.
+
+    The models are saved in any case: `load_state` needs them.
+    """
+    hooks = accelerator._save_model_state_pre_hook.values()
+    if not hooks:
+        return
+    models = list(accelerator._models)
+    weights = [accelerator.get_state_dict(model) for model in models]
+    for hook in hooks:
+        hook(models, weights, str(directory))
+
+
 # ------------------------------------------------------------------- tensors
 
 
@@ -125,12 +139,13 @@ def _tensors(engine: Engine) -> dict[str, Any]:
             flat[f"model.{index}.{name}"] = value
     names = _names(engine)
     for index, optimizer in enumerate(engine.optimizers):
+        held = optimizer.local.held_here()
         for parameter, state in optimizer.optimizer.state.items():
             name = names[parameter]
             for key, value in state.items():
                 if not isinstance(value, torch.Tensor):
                     continue
-                flat[f"optimizer.{index}.{name}.{key}"] = _as_split(value, parameter)
+                flat[f"optimizer.{index}.{name}.{key}"] = value if held.get(parameter) else _as_split(value, parameter)
     return flat
 
 
@@ -146,6 +161,7 @@ def _names(engine: Engine) -> dict[torch.Tensor, str]:
 
 
 def _as_split(value: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+    """State of a parameter that is stepped by rows; that of one stepped whole may have the shape of rows by chance."""
     if isinstance(parameter, DTensor) and value.ndim and value.shape == parameter._local_tensor.shape:
         return DTensor.from_local(
             value, parameter.device_mesh, parameter.placements, shape=parameter.shape, stride=parameter.stride()

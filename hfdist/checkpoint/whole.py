@@ -108,18 +108,47 @@ def let_resize_embeddings(zero: ZeroModel, engine: Engine) -> Callable[[], None]
     return undo
 
 
+def let_load_whole(zero: ZeroModel) -> Callable[[], None]:
+    """Make `model.load_state_dict()` of whole plain tensors right: each rank takes its rows. Returns the undo.
+
+    Tensors of another shape are left as they are, for torch to name them.
+    """
+
+    @torch.no_grad()
+    def take_rows(module: nn.Module, state: dict[str, Any], prefix: str, *unused: object) -> None:
+        zero.reshard()
+        shards = {id(param.sharded_param): param for param in fsdp.iterate_params(zero.modules)}
+        for name, parameter in module.named_parameters(remove_duplicate=False):
+            param, value = shards.get(id(parameter)), state.get(prefix + name)
+            if param is None or not isinstance(value, torch.Tensor) or isinstance(value, DTensor):
+                continue
+            if value.shape == param._orig_size:
+                rows = fsdp.take_shard(param, value.detach()).to(param.sharded_param.device)
+                state[prefix + name] = param.to_sharded_dtensor(rows)
+
+    # The first of the root's, so before those of its children, which get their part of what it leaves.
+    return zero.model.register_load_state_dict_pre_hook(take_rows).remove
+
+
 @contextlib.contextmanager
 @torch.no_grad()
 def gathered_parameters(engine: Engine, model: nn.Module, modifier_rank: int | None) -> Iterator[None]:
-    """Plain whole parameters in place of the sharded ones; on leaving, each rank keeps its rows of what is there."""
+    """Plain whole parameters in place of the sharded ones; on leaving, each rank keeps its rows of what is there.
+
+    What is there counts, also where the block assigned a new Parameter, loaded a state dict or froze something. Raises
+    ConfigError, on leaving, for a parameter of another shape, removed or untied; the others are kept.
+    """
     zero = engine.of(model)
     engine.meeting.run(comm.SAVE)
     zero.reshard()
     params = list(fsdp.iterate_params(zero.modules))
+    names = {id(p): name for name, p in zero.model.named_parameters()}
     plain = {}
     for param in params:
         plain[param] = nn.Parameter(whole_tensor(param.sharded_param), requires_grad=param.sharded_param.requires_grad)
         param._setattr_on_modules(plain[param])
+        # FSDP2 takes what `load_state_dict` leaves for shards; the attribute hides its method until the block ends.
+        param.reset_sharded_param = lambda: None  # type: ignore[method-assign]
     # Before FSDP2's own hooks, which would take the plain parameters for theirs.
     refusals = [module.register_forward_pre_hook(_refuse_forward, prepend=True) for module in zero.modules]
     try:
@@ -128,12 +157,54 @@ def gathered_parameters(engine: Engine, model: nn.Module, modifier_rank: int | N
         for refusal in refusals:
             refusal.remove()
         zero.reshard()
-        for param, written in plain.items():
-            if modifier_rank is not None:
-                comm.broadcast(written.data, engine.mesh.world_group, src=modifier_rank, label="written parameters")
-            local = fsdp.take_shard(param, written.data)
-            fsdp.local_shard(param).copy_(local)
-            param._setattr_on_modules(param.sharded_param)
+        wrong = []
+        for param in params:
+            name = names[id(param.sharded_param)]
+            found, complaint = _registered(param, name)
+            if found is None:
+                wrong.append(complaint)
+            else:
+                plain[param] = found
+        _keep(plain, engine, modifier_rank)
+        if wrong:
+            raise ConfigError(
+                say(
+                    given=f"gathered_parameters() left with {'; '.join(wrong)}",
+                    expected="every parameter in its place and shape (those named keep their value before the block)",
+                    do="Change shapes and ties before accelerator.prepare(); give tied places one Parameter.",
+                )
+            )
+
+
+def _registered(param: fsdp.FSDPParam, name: str) -> tuple[nn.Parameter | None, str]:
+    """What the modules hold in the place of `param`, or None and what is wrong with it."""
+    info = param._module_info
+    places = [(info.module, info.param_name), *zip(info.shared_modules, info.shared_param_names, strict=True)]
+    found = [module._parameters.get(place) for module, place in places]
+    first = found[0]
+    if first is None:
+        return None, f"{name} removed"
+    if any(other is not first for other in found):
+        return None, f"{name} untied: its {len(found)} places hold different Parameters"
+    if first.shape != param._orig_size:
+        return None, f"{name} of shape {tuple(first.shape)} instead of {tuple(param._orig_size)}"
+    return first, ""
+
+
+def _keep(plain: dict[fsdp.FSDPParam, nn.Parameter], engine: Engine, modifier_rank: int | None) -> None:
+    """Put this rank's rows of the `plain` whole parameters (and what is frozen) into the shards, and register those."""
+    trains = torch.tensor([p.requires_grad for p in plain.values()], dtype=torch.uint8, device=engine.device)
+    if modifier_rank is not None:
+        comm.broadcast(trains, engine.mesh.world_group, src=modifier_rank, label="what is frozen")
+    for (param, written), train in zip(plain.items(), trains.tolist(), strict=True):
+        shard = fsdp.local_shard(param)
+        values = written.detach().to(shard.device, shard.dtype).contiguous()
+        if modifier_rank is not None:
+            comm.broadcast(values, engine.mesh.world_group, src=modifier_rank, label="written parameters")
+        shard.copy_(fsdp.take_shard(param, values))
+        param.sharded_param.requires_grad_(bool(train))
+        param.__dict__.pop("reset_sharded_param", None)
+        param._setattr_on_modules(param.sharded_param)
 
 
 def _refuse_forward(*unused: object) -> NoReturn:

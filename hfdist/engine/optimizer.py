@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from accelerate.optimizer import AcceleratedOptimizer
 
+from hfdist.engine import optimizer_state
 from hfdist.engine.local_step import LocalStep
 
 if TYPE_CHECKING:
@@ -47,6 +48,27 @@ class ZeroOptimizer(AcceleratedOptimizer):
         """torch's own; parameters listed before `prepare`, or while a unit was gathered, become the ones that train."""
         self.optimizer.add_param_group({**param_group, "params": self.engine.resolve(param_group["params"])})
         self.looked_at = False
+
+    def state_dict(self) -> dict[str, Any]:
+        """torch's, of what this rank holds, and which ranks' part that is; `accelerator.save_state()` keeps all."""
+        return optimizer_state.name_place(self.optimizer.state_dict(), self.parameters())
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """The state of one process, of which this rank takes its part, or what `state_dict()` gave on this rank.
+
+        Raises ConfigError, with the state as it was, for what `state_dict()` gave on another rank.
+        """
+        given = optimizer_state.check_place(state_dict, self.parameters(), self.engine.meeting)
+        before = dict(self.optimizer.state), [dict(group) for group in self.optimizer.param_groups]
+        self.optimizer.load_state_dict(given)
+        try:
+            optimizer_state.place_state(self.engine, self.local, dict(self.optimizer.state))
+        except Exception:
+            self.optimizer.state.clear()
+            self.optimizer.state.update(before[0])
+            for group, was in zip(self.optimizer.param_groups, before[1], strict=True):
+                group.update(was)
+            raise
 
     def parameters(self) -> list[torch.nn.Parameter]:
         """All parameters of all groups."""

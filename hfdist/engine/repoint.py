@@ -13,7 +13,8 @@ import torch
 from torch import nn
 
 from hfdist.engine.core import Engine
-from hfdist.parallel import fsdp
+from hfdist.engine.local_step import LocalStep
+from hfdist.engine.optimizer_state import place_state
 
 
 def follow(
@@ -30,8 +31,8 @@ def follow(
 
 
 def point_to_shards(engine: Engine, optimizer: torch.optim.Optimizer) -> None:
-    """Put sharded parameters into the optimizer's groups, and this rank's rows of what its state holds for each."""
-    params = {id(p.sharded_param): p for zero in engine.models for p in fsdp.iterate_params(zero.modules)}
+    """Put sharded parameters into the optimizer's groups, and what this rank holds of the state for each."""
+    states = {}
     for group in optimizer.param_groups:
         for position, old in enumerate(group["params"]):
             if old not in engine.replaced:
@@ -39,10 +40,6 @@ def point_to_shards(engine: Engine, optimizer: torch.optim.Optimizer) -> None:
             new = group["params"][position] = engine.replaced[old]
             state = optimizer.state.pop(old, None)
             if state:
-                param = params[id(new)]
-                optimizer.state[new] = {
-                    key: fsdp.take_shard(param, value)
-                    if isinstance(value, torch.Tensor) and value.shape == old.shape and value.ndim
-                    else value
-                    for key, value in state.items()
-                }
+                states[new] = state
+    if states:
+        place_state(engine, LocalStep(optimizer, engine.meeting), states)

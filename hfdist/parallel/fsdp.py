@@ -196,9 +196,11 @@ def _refuse_deepcopy(module: nn.Module, memo: object) -> NoReturn:
     raise DistributedError(
         say(
             given=f"copy.deepcopy() of a sharded {type(module).__name__.removeprefix('FSDP')}",
-            expected="a copy that is made before accelerator.prepare()",
-            do="Copy first and prepare both, or read whole values with accelerator.get_state_dict(model); a moving "
-            "average can be kept inside accelerator.gathered_parameters(model).",
+            expected="a copy that is made of a whole model, before accelerator.prepare() (at stage 3 from_pretrained "
+            "loads into shards already)",
+            do="Copy first and prepare both (with HFDIST_LOAD_SHARDED=0 at stage 3), or call from_pretrained twice. "
+            "accelerator.get_state_dict(model) reads whole values; a moving average can be kept inside "
+            "accelerator.gathered_parameters(model).",
         )
     )
 

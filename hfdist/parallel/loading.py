@@ -21,6 +21,7 @@ from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from hfdist import comm
+from hfdist.errors import ConfigError, say
 from hfdist.parallel import fsdp
 from hfdist.parallel.zero import ZeroModel
 
@@ -120,10 +121,23 @@ def loaded_shards(model: nn.Module) -> ZeroModel | None:
     """The handle of a model that was loaded into shards and not prepared yet; the model may sit inside `model`.
 
     When modules were added around or inside it (adapters, a new head), the units are laid out anew, one at a time.
+    Raises ConfigError when `model` has only a part of it.
     """
     for module in model.modules():
         if module in _loaded:
             return _loaded[module]
+    mine = {id(p) for p in model.parameters()}
+    for loaded in list(_loaded.values()):
+        if any(id(p) in mine for p in loaded.model.parameters()):
+            name = type(loaded.model).__name__.removeprefix("FSDP")
+            raise ConfigError(
+                say(
+                    given=f"a {type(model).__name__} with a part of a {name} that was loaded straight into shards",
+                    expected=f"the whole {name} inside it",
+                    do="Load the part itself (AutoModel.from_pretrained gives a body without its head), or set "
+                    "HFDIST_LOAD_SHARDED=0.",
+                )
+            )
     return None
 
 

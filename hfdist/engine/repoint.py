@@ -15,16 +15,21 @@ from torch import nn
 from hfdist.engine.core import Engine
 from hfdist.engine.local_step import LocalStep
 from hfdist.engine.optimizer_state import place_state
+from hfdist.parallel import fsdp
 
 
 def follow(
     engine: Engine, before: dict[str, nn.Parameter], model: nn.Module, optimizers: Iterable[torch.optim.Optimizer]
 ) -> None:
     """Remember which parameter of `before` (by name; emptied) became which of `model`, and point `optimizers` there."""
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        if before[name] is not parameter and before[name] not in engine.replaced:
-            fsdp.carry_over(before[name], parameter)
-            engine.replaced[before[name]] = parameter
+    became = {
+        before[name]: parameter  # a tied one has several names
+        for name, parameter in model.named_parameters(remove_duplicate=False)
+        if before[name] is not parameter
+    }
+    for old, new in became.items():
+        fsdp.carry_over(old, new)
+        engine.replaced[old] = new
     before.clear()
     for optimizer in optimizers:
         point_to_shards(engine, getattr(optimizer, "optimizer", optimizer))

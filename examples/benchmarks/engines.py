@@ -4,7 +4,7 @@ Every engine trains the same Llama from the same weights on the same tokens with
 clipped, in one group of gloo processes:
 
     ddp                  DistributedDataParallel, gradients as bucket views; bf16: autocast, as accelerate does
-    fsdp2 kept           fully_shard, parameters kept from the first forward of a window to its last backward (as ZeRO-2)
+    fsdp2 kept           fully_shard, parameters kept from a window's first forward to its last backward (as ZeRO-2)
     fsdp2 reshard        fully_shard, parameters freed after every forward and backward (as ZeRO-3)
     hfdist 0..3          hfdist.Accelerator at that ZeRO stage
     deepspeed 1..3       deepspeed.initialize; 3 with its defaults, which keep a small model gathered

@@ -1,6 +1,6 @@
 """Claim: a step of hfdist costs less than native DeepSpeed's and about what torch's own engines cost.
 
-    torchrun --standalone --nproc-per-node 2 examples/benchmarks/step_time.py --micro-steps 4 --precision bf16 --out raw.json
+    torchrun --standalone --nproc-per-node 2 examples/benchmarks/step_time.py --precision bf16 --out raw.json
 
 All engines (`engines.py`) are built in one group of processes and take turns, step by step, so that a busy machine
 disturbs all alike. A round is 8 steps of each; CPU seconds per step (all threads, mean over the ranks) and wall seconds
@@ -102,9 +102,8 @@ def show(args: argparse.Namespace, results: dict[str, Any]) -> None:
     )
     good = [name for name in args.engines if "error" not in results[name]]
     base = good[0]
-    print(
-        f"{'engine':20} {'CPU s':>7} {'spread':>7} {'/ ' + base:>8} {'wall s':>7} {'/ ' + base:>8} {'wire P':>7} {'off':>8}"
-    )
+    over = f"/ {base}"
+    print(f"{'engine':20} {'CPU s':>7} {'spread':>7} {over:>7} {'wall s':>7} {over:>7} {'wire P':>7} {'off':>8}")
     for name in args.engines:
         row = results[name]
         if "error" in row:
@@ -114,8 +113,8 @@ def show(args: argparse.Namespace, results: dict[str, Any]) -> None:
         off = max(abs(a - b) for a, b in zip(row["losses"], results[base]["losses"], strict=True))
         print(
             f"{name:20} {cpu:7.4f} {(max(row['cpu']) - min(row['cpu'])) / cpu:7.1%} "
-            f"{ratio(results, 'cpu', name, base):8.3f} {statistics.median(row['wall']):7.4f} "
-            f"{ratio(results, 'wall', name, base):8.3f} {row['sent_bytes'][0][0] / numel / 4:7.3f} {off:8.1e}"
+            f"{ratio(results, 'cpu', name, base):7.3f} {statistics.median(row['wall']):7.4f} "
+            f"{ratio(results, 'wall', name, base):7.3f} {row['sent_bytes'][0][0] / numel / 4:7.3f} {off:8.1e}"
         )
     for (engine, over), target in TARGETS.items():
         if engine in good and over in good:
@@ -126,9 +125,7 @@ def show(args: argparse.Namespace, results: dict[str, Any]) -> None:
         if engine in good and over in good:
             wire = results[engine]["sent_bytes"][0][0] / results[over]["sent_bytes"][0][0]
             said = "reached" if wire <= target else "MISSED"
-            print(
-                f"{engine} / {over:20} wire {wire:.3f} (target {target:.2f}, {'reached' if wire <= target else 'MISSED'})"
-            )
+            print(f"{engine} / {over:20} wire {wire:.3f} (target {target:.2f}, {said})")
 
 
 def main() -> None:

@@ -27,6 +27,9 @@ from hfdist.parallel import exchange, fsdp
 # Runs a collective once the ranks have met about it.
 Meet = Callable[[Callable[[], None]], None]
 
+# Bytes that must be left when ranks meet: gloo's threads allocate too, and abort the process when they cannot.
+SPARE_BYTES = 8 << 20
+
 
 def gathers(group: FSDPParamGroup) -> bool:
     """Whether a group is gathered here (a group of one shard is, on any device)."""
@@ -66,6 +69,7 @@ def unshard(group: FSDPParamGroup, meet: Meet, label: str) -> None:
                     output.view(shards.size(), -1)[shards.rank()].copy_(param._sharded_param_data)
             if shards.size() > 1:
                 rows = [output.view(shards.size(), -1) for output in outputs if output.numel()]
+                _try_spare(group)
                 meet(lambda: exchange.gather(rows, shards, label=label))
     except BaseException:
         for param in group.fsdp_params:
@@ -122,6 +126,7 @@ def reduce(group: FSDPParamGroup, meet: Meet, label: str, *, unused: bool = Fals
     elif replicas is not None:
         collective = exchange.AllReduce(grads, replicas, label)
     if collective is not None:
+        _try_spare(group)
         reduction = collective
 
         def run() -> None:
@@ -162,3 +167,8 @@ def _keep(param: FSDPParam, mean: torch.Tensor) -> None:
     hooks = cast("dict[int, Callable[[nn.Parameter], None]] | None", sharded._post_accumulate_grad_hooks)
     for hook in (hooks or {}).values():
         hook(sharded)
+
+
+def _try_spare(group: FSDPParamGroup) -> None:
+    """Allocate and free: a rank without memory fails here, before the others wait for it."""
+    torch.empty(SPARE_BYTES, dtype=torch.uint8, device=group.device)

@@ -7,6 +7,7 @@ clipped, in one group of gloo processes:
     fsdp2 kept           fully_shard, parameters kept from a window's first forward to its last backward (as ZeRO-2)
     fsdp2 reshard        fully_shard, parameters freed after every forward and backward (as ZeRO-3)
     hfdist 0..3          hfdist.Accelerator at that ZeRO stage
+    alone                no engine, every rank for itself: what the work costs without distribution
     deepspeed 1..3       deepspeed.initialize; 3 with its defaults, which keep a small model gathered
     deepspeed 3 saving   3 with what makes it free parameters: no live parameters, no reuse, no persistence
 
@@ -45,6 +46,7 @@ ENGINES = (
     *("ddp", "fsdp2 kept", "fsdp2 reshard", "hfdist 0", "hfdist 1", "hfdist 2", "hfdist 3"),
     *("deepspeed 1", "deepspeed 2", "deepspeed 3", "deepspeed 3 saving"),
 )
+ALL_ENGINES = ("alone", *ENGINES)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,7 +69,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--micro-steps", type=int, default=1, help="gradient accumulation")
     parser.add_argument("--precision", choices=["fp32", "bf16"], default="fp32")
     parser.add_argument("--reduce", choices=["fp32", "bf16"], default="fp32", help="gradient reductions in a bf16 run")
-    parser.add_argument("--engines", nargs="*", default=list(ENGINES), choices=list(ENGINES))
+    parser.add_argument("--engines", nargs="*", default=list(ENGINES), choices=list(ALL_ENGINES))
     parser.add_argument("--out", type=Path, help="write everything measured to this json file")
 
 
@@ -108,6 +110,8 @@ def build_batches(args: argparse.Namespace) -> list[torch.Tensor]:
 def build_engine(name: str, build_model: Callable[[], nn.Module], setting: Setting) -> Step:
     """The engine called `name` (see ENGINES) around a new model."""
     kind, *rest = name.split()
+    if kind == "alone":
+        return _alone(build_model(), setting)
     if kind == "ddp":
         return _ddp(build_model(), setting)
     if kind == "fsdp2":
@@ -125,6 +129,23 @@ def _loss(model: Any, ids: torch.Tensor) -> torch.Tensor:
     return model(input_ids=ids, labels=ids).loss
 
 
+def _alone(model: nn.Module, setting: Setting) -> Step:
+    optimizer = build_optimizer(model)
+
+    def step(batches: list[torch.Tensor]) -> torch.Tensor:
+        losses = []
+        for ids in batches:
+            with torch.autocast("cpu", torch.bfloat16, enabled=setting.precision == "bf16"):
+                loss = _loss(model, ids)
+            (loss / len(batches)).backward()
+            losses.append(loss.detach())
+        optimizer.step()
+        optimizer.zero_grad()
+        return torch.stack(losses).mean()
+
+    return step
+
+
 def _ddp(model: nn.Module, setting: Setting) -> Step:
     from torch.nn.parallel import DistributedDataParallel
 
@@ -136,17 +157,17 @@ def _ddp(model: nn.Module, setting: Setting) -> Step:
         wrapped.register_comm_hook(None, bf16_compress_hook)
 
     def step(batches: list[torch.Tensor]) -> torch.Tensor:
-        total = torch.zeros(())
+        losses = []
         for number, ids in enumerate(batches):
             last = number == len(batches) - 1
             with contextlib.nullcontext() if last else wrapped.no_sync():
                 with torch.autocast("cpu", torch.bfloat16, enabled=setting.precision == "bf16"):
                     loss = _loss(wrapped, ids)
                 (loss / len(batches)).backward()
-            total += loss.detach() / len(batches)
+            losses.append(loss.detach())
         optimizer.step()
         optimizer.zero_grad()
-        return total
+        return torch.stack(losses).mean()
 
     return step
 
@@ -165,16 +186,16 @@ def _fsdp2(model: Any, setting: Setting, *, reshard: bool) -> Step:
     optimizer = build_optimizer(model)
 
     def step(batches: list[torch.Tensor]) -> torch.Tensor:
-        total = torch.zeros(())
+        losses = []
         for number, ids in enumerate(batches):
             if not reshard:
                 model.set_reshard_after_backward(number == len(batches) - 1)
             loss = _loss(model, ids)
             (loss / len(batches)).backward()
-            total += loss.detach() / len(batches)
+            losses.append(loss.detach())
         optimizer.step()
         optimizer.zero_grad()
-        return total
+        return torch.stack(losses).mean()
 
     return step
 
@@ -189,15 +210,15 @@ def _hfdist(model: nn.Module, setting: Setting, *, stage: int) -> Step:
     prepared, optimizer = accelerator.prepare(model, build_optimizer(model))
 
     def step(batches: list[torch.Tensor]) -> torch.Tensor:
-        total = torch.zeros(())
+        losses = []
         for ids in batches:
             with accelerator.accumulate(prepared):
                 loss = _loss(prepared, ids)
                 accelerator.backward(loss)
                 optimizer.step()
                 optimizer.zero_grad()
-            total += loss.detach() / len(batches)
-        return total
+            losses.append(loss.detach())
+        return torch.stack(losses).mean()
 
     return step
 
@@ -232,13 +253,13 @@ def _deepspeed(model: nn.Module, setting: Setting, *, stage: int, saving: bool) 
     engine, *_ = deepspeed.initialize(model=model, optimizer=build_optimizer(model), config=config)
 
     def step(batches: list[torch.Tensor]) -> torch.Tensor:
-        total = torch.zeros(())
+        losses = []
         for ids in batches:
             loss = _loss(engine, ids)
             engine.backward(loss)
             engine.step()
-            total += loss.detach() / len(batches)
-        return total
+            losses.append(loss.detach())
+        return torch.stack(losses).mean()
 
     return step
 
@@ -281,6 +302,13 @@ class Clock:
     def __exit__(self, *unused: object) -> None:
         self.cpu += time.process_time() - self._cpu
         self.wall += time.perf_counter() - self._wall
+
+
+def same_on_all(flag: bool) -> bool:
+    """Rank 0's `flag`, on every rank."""
+    decided = torch.tensor(flag)
+    dist.broadcast(decided, 0)
+    return bool(decided)
 
 
 def over_ranks(values: list[float]) -> list[list[float]]:

@@ -14,6 +14,8 @@ import argparse
 import gc
 import statistics
 import sys
+import time
+from collections.abc import Callable
 from typing import Any
 
 import engines
@@ -41,13 +43,13 @@ WIRE_TARGETS = {
 }
 
 
-def measure(args: argparse.Namespace) -> dict[str, Any]:
+def measure(args: argparse.Namespace, build_model: Callable[[], torch.nn.Module]) -> dict[str, Any]:
     """By engine: per round CPU and wall seconds a step (CPU by rank too), losses of all steps, bytes sent."""
     setting, batches = engines.setting_of(args), engines.build_batches(args)
     steps, failed = {}, {}
     for name in args.engines:
         try:
-            steps[name] = engines.build_engine(name, lambda: engines.build_llama(args), setting)
+            steps[name] = engines.build_engine(name, build_model, setting)
         except Exception as error:  # the others go on; the row says why
             failed[name] = f"{type(error).__name__}: {error}"
     losses: dict[str, list[float]] = {name: [] for name in steps}
@@ -60,7 +62,11 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     rounds: dict[str, list[engines.Clock]] = {name: [] for name in steps}
     gc.collect()
     gc.freeze()
+    results: dict[str, Any] = {}
+    began = time.monotonic()
     for number in range(args.rounds):
+        if not engines.same_on_all(number == 0 or time.monotonic() - began < args.seconds):
+            break
         clocks = {name: engines.Clock() for name in steps}
         for turn in range(args.steps):
             order = list(steps)
@@ -72,19 +78,25 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
                 losses[name].append(float(loss))
         for name, clock in clocks.items():
             rounds[name].append(clock)
-    results: dict[str, Any] = {}
-    for name in steps:
-        cpu = engines.over_ranks([clock.cpu / args.steps for clock in rounds[name]])
-        wall = engines.over_ranks([clock.wall / args.steps for clock in rounds[name]])
-        by_rank = engines.over_ranks(losses[name])
-        results[name] = {
-            "cpu_by_rank": cpu,
-            "cpu": [statistics.mean(ranks) for ranks in zip(*cpu, strict=True)],
-            "wall": [max(ranks) for ranks in zip(*wall, strict=True)],
-            "losses": [statistics.mean(ranks) for ranks in zip(*by_rank, strict=True)],
-            "sent_bytes": engines.over_ranks([sent[name]]),
-        }
-    return results | {name: {"error": words} for name, words in failed.items()}
+        # After every round, so that what was measured survives a run that is ended early.
+        results = {name: _collect(args, rounds[name], losses[name], sent[name]) for name in steps}
+        results |= {name: {"error": words} for name, words in failed.items()}
+        if dist.get_rank() == 0:
+            engines.write_raw(args.out, args, results)
+    return results
+
+
+def _collect(args: argparse.Namespace, rounds: list[engines.Clock], losses: list[float], sent: int) -> dict[str, Any]:
+    cpu = engines.over_ranks([clock.cpu / args.steps for clock in rounds])
+    wall = engines.over_ranks([clock.wall / args.steps for clock in rounds])
+    by_rank = engines.over_ranks(losses)
+    return {
+        "cpu_by_rank": cpu,
+        "cpu": [statistics.mean(ranks) for ranks in zip(*cpu, strict=True)],
+        "wall": [max(ranks) for ranks in zip(*wall, strict=True)],
+        "losses": [statistics.mean(ranks) for ranks in zip(*by_rank, strict=True)],
+        "sent_bytes": engines.over_ranks([sent]),
+    }
 
 
 def ratio(results: dict[str, Any], kind: str, engine: str, over: str) -> float:
@@ -95,13 +107,14 @@ def ratio(results: dict[str, Any], kind: str, engine: str, over: str) -> float:
 
 def show(args: argparse.Namespace, results: dict[str, Any]) -> None:
     numel = sum(p.numel() for p in engines.build_llama(args).parameters())
-    print(
-        f"{numel:,} parameters, {dist.get_world_size()} ranks, {args.micro_steps} micro-steps of {args.batch_size} x "
-        f"{args.seq_len} tokens, {args.precision} (reductions {args.reduce}), {args.rounds} rounds of {args.steps} "
-        f"steps, torch {torch.__version__}, commit {engines.commit()}"
-    )
     good = [name for name in args.engines if "error" not in results[name]]
     base = good[0]
+    rounds = len(results[base]["cpu"])
+    print(
+        f"{numel:,} parameters, {dist.get_world_size()} ranks, {args.micro_steps} micro-steps of {args.batch_size} x "
+        f"{args.seq_len} tokens, {args.precision} (reductions {args.reduce}), {rounds} rounds of {args.steps} steps, "
+        f" torch {torch.__version__}, commit {engines.commit()}"
+    )
     over = f"/ {base}"
     print(f"{'engine':20} {'CPU s':>7} {'spread':>7} {over:>7} {'wall s':>7} {over:>7} {'wire P':>7} {'off':>8}")
     for name in args.engines:
@@ -128,15 +141,21 @@ def show(args: argparse.Namespace, results: dict[str, Any]) -> None:
             print(f"{engine} / {over:20} wire {wire:.3f} (target {target:.2f}, {said})")
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    engines.add_arguments(parser)
+def add_rounds(parser: argparse.ArgumentParser) -> None:
+    """How long `measure` goes on."""
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=8, help="steps of each engine in a round")
     parser.add_argument("--warmup", type=int, default=2)
+    parser.add_argument("--seconds", type=float, default=1e9, help="begin no further round after so long")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    engines.add_arguments(parser)
+    add_rounds(parser)
     args = parser.parse_args()
     rank, _ = engines.start_ranks()
-    results = measure(args)
+    results = measure(args, lambda: engines.build_llama(args))
     if rank == 0:
         show(args, results)
         engines.write_raw(args.out, args, results)

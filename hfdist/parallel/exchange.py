@@ -20,8 +20,9 @@ import torch.distributed as dist
 
 from hfdist.measure import wire
 
-# Bytes of one rank's part from which a tensor is not packed.
+# Bytes of one rank's part from which a tensor is not packed. An all-reduce sends it twice, and packing is one copy.
 DIRECT_BYTES = 1 << 18
+DIRECT_ALL_REDUCE_BYTES = 1 << 20
 
 Messages = list[list[torch.Tensor]]  # by peer (rank in the group), in the same order on both sides
 
@@ -136,7 +137,7 @@ class AllReduce:
     def __init__(self, grads: list[torch.Tensor], group: dist.ProcessGroup, label: str) -> None:
         self.group, self.label, self.grads = group, label, grads
         rank, size = group.rank(), group.size()
-        self.is_large = [grad.nbytes >= DIRECT_BYTES * size for grad in grads]
+        self.is_large = [grad.nbytes >= DIRECT_ALL_REDUCE_BYTES * size for grad in grads]
         flat = [grad.view(-1) for grad, large in zip(grads, self.is_large, strict=True) if large]
         self.small = [grad for grad, large in zip(grads, self.is_large, strict=True) if not large]
         if self.small:
@@ -167,6 +168,8 @@ class AllReduce:
 def _mean(parts: list[torch.Tensor]) -> torch.Tensor:
     """The mean of one tensor of each rank, added in this order, in the memory of the first; half precision in fp32."""
     total = parts[0].float() if parts[0].dtype.itemsize < 4 else parts[0]
+    if len(parts) == 2:
+        return total.lerp_(parts[1].to(total.dtype), 0.5)  # one pass over the memory instead of two
     for part in parts[1:]:
         total.add_(part)
     return total.div_(len(parts))

@@ -345,8 +345,8 @@ def write_raw(out: Path | None, args: argparse.Namespace, results: Any) -> None:
         return
     out.parent.mkdir(parents=True, exist_ok=True)
     raw = {
-        "command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
-        "arguments": {key: str(value) if isinstance(value, Path) else value for key, value in vars(args).items()},
+        "command": " ".join([Path(sys.argv[0]).name, *(word.replace(str(out), out.name) for word in sys.argv[1:])]),
+        "arguments": {key: value.name if isinstance(value, Path) else value for key, value in vars(args).items()},
         "versions": versions(),
         "commit": commit(),
         "cpus": os.cpu_count(),

@@ -10,7 +10,9 @@ After the last backward of a window every stage is at rest: `model.parameters()`
 `.grad` the reduced gradients, so clipping, logging and stepping look the same at all stages. The working copy that
 stages 1 and 2 keep is gathered at the next forward: one gather per optimizer step.
 
-Units are the model's blocks and the root (everything else). Every unit's collectives go through `hfdist.comm`.
+Units are the model's blocks and the root (everything else). Ranks meet before every unit's collectives (`hfdist.comm`);
+on CPU ranks these move tensors without FSDP2's flat buffers (`direct.py`), and at stage 0 in full precision the copy is
+the stored parameter itself.
 """
 
 from __future__ import annotations

@@ -1,156 +1,166 @@
-"""Claim: a step of hfdist costs about what torch's own engines cost.
+"""Claim: a step of hfdist costs less than native DeepSpeed's and about what torch's own engines cost.
 
-    torchrun --nproc-per-node 2 examples/benchmarks/step_time.py --layers 8 --width 512
+    torchrun --standalone --nproc-per-node 2 examples/benchmarks/step_time.py --precision bf16 --out raw.json
 
-Every engine trains the same Llama on the same tokens: torch DDP, bare FSDP2 (kept and resharded after forward), and
-hfdist at stages 0 to 3. They take turns, step by step, so that a busy machine disturbs all alike, and CPU time is
-compared (not the wall clock), as seconds per step of the slower rank and as a ratio to DDP. Losses must agree. One JSON
-line per engine.
+All engines (`engines.py`) are built in one group of processes and take turns, step by step, so that a busy machine
+disturbs all alike. A round is 8 steps of each; CPU seconds per step (all threads, mean over the ranks) and wall seconds
+are medians over the rounds, and ratios are taken round by round before their median. Losses must agree. Bytes sent are
+counted in a pass of their own, in P (one copy of the parameters, fp32).
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import os
+import gc
 import statistics
+import sys
 import time
 from collections.abc import Callable
+from typing import Any
 
-os.environ.setdefault("OMP_NUM_THREADS", "1")
-os.environ.setdefault("ACCELERATE_USE_CPU", "true")
-
+import engines
 import torch
 import torch.distributed as dist
-from torch.distributed.fsdp import fully_shard
-from torch.nn.parallel import DistributedDataParallel
-from transformers import LlamaConfig, LlamaForCausalLM
 
-from hfdist import Accelerator, ZeroPlugin
-from hfdist.measure.wire import record_wire
-
-# Trains one step on (batch, seq) token ids and returns the loss.
-Step = Callable[[torch.Tensor], torch.Tensor]
-
-
-def build_model(args: argparse.Namespace) -> LlamaForCausalLM:
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=args.vocab,
-        hidden_size=args.width,
-        intermediate_size=args.width * 8 // 3,
-        num_hidden_layers=args.layers,
-        num_attention_heads=8,
-        num_key_value_heads=4,
-        use_cache=False,
-    )
-    return LlamaForCausalLM(config)
-
-
-def build_optimizer(model: torch.nn.Module, *, fused: bool) -> torch.optim.AdamW:
-    return torch.optim.AdamW(model.parameters(), lr=1e-4, fused=fused)
-
-
-def plain_step(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Step:
-    def step(ids: torch.Tensor) -> torch.Tensor:
-        loss = model(input_ids=ids, labels=ids).loss
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss.detach()
-
-    return step
-
-
-def ddp(args: argparse.Namespace, *, fused: bool) -> Step:
-    model = DistributedDataParallel(build_model(args), gradient_as_bucket_view=True)
-    return plain_step(model, build_optimizer(model, fused=fused))
-
-
-def fsdp2(args: argparse.Namespace, *, reshard: bool) -> Step:
-    model = build_model(args)
-    for layer in model.model.layers:
-        fully_shard(layer, reshard_after_forward=reshard)
-    fully_shard(model, reshard_after_forward=reshard)
-    return plain_step(model, build_optimizer(model, fused=True))
-
-
-def hfdist(args: argparse.Namespace, *, stage: int) -> Step:
-    accelerator = Accelerator(plugins=[ZeroPlugin(stage=stage)])
-    model = build_model(args)
-    model, optimizer = accelerator.prepare(model, build_optimizer(model, fused=True))
-
-    def step(ids: torch.Tensor) -> torch.Tensor:
-        loss = model(input_ids=ids, labels=ids).loss
-        accelerator.backward(loss)
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss.detach()
-
-    return step
-
-
-ENGINES: dict[str, Callable[[argparse.Namespace], Step]] = {
-    "ddp": lambda args: ddp(args, fused=False),
-    "ddp fused": lambda args: ddp(args, fused=True),
-    "fsdp2 kept": lambda args: fsdp2(args, reshard=False),
-    "fsdp2 reshard": lambda args: fsdp2(args, reshard=True),
-    "hfdist 0": lambda args: hfdist(args, stage=0),
-    "hfdist 1": lambda args: hfdist(args, stage=1),
-    "hfdist 2": lambda args: hfdist(args, stage=2),
-    "hfdist 3": lambda args: hfdist(args, stage=3),
+# The target ratios of CPU time: (engine, over) -> at most.
+TARGETS = {
+    ("hfdist 1", "deepspeed 1"): 0.80,
+    ("hfdist 2", "deepspeed 2"): 0.78,
+    ("hfdist 3", "deepspeed 3"): 0.75,
+    ("hfdist 3", "deepspeed 3 saving"): 0.75,
+    ("hfdist 0", "ddp"): 1.00,
+    ("hfdist 1", "ddp"): 1.08,
+    ("hfdist 2", "ddp"): 1.08,
+    ("hfdist 3", "ddp"): 1.15,
+    ("hfdist 2", "fsdp2 kept"): 0.90,
+    ("hfdist 3", "fsdp2 reshard"): 0.90,
 }
+# And of bytes sent.
+WIRE_TARGETS = {
+    ("hfdist 1", "deepspeed 1"): 0.68,
+    ("hfdist 2", "deepspeed 2"): 0.68,
+    ("hfdist 3", "deepspeed 3 saving"): 0.76,
+}
+
+
+def measure(args: argparse.Namespace, build_model: Callable[[], torch.nn.Module]) -> dict[str, Any]:
+    """By engine: per round CPU and wall seconds a step (CPU by rank too), losses of all steps, bytes sent."""
+    setting, batches = engines.setting_of(args), engines.build_batches(args)
+    steps, failed = {}, {}
+    for name in args.engines:
+        try:
+            steps[name] = engines.build_engine(name, build_model, setting)
+        except Exception as error:  # the others go on; the row says why
+            failed[name] = f"{type(error).__name__}: {error}"
+    losses: dict[str, list[float]] = {name: [] for name in steps}
+    sent: dict[str, int] = {}
+    for _ in range(args.warmup):
+        for name, step in steps.items():
+            losses[name].append(float(step(batches)))
+    for name, step in steps.items():
+        sent[name] = engines.sent_bytes(name, lambda: losses[name].append(float(step(batches))))  # noqa: B023
+    rounds: dict[str, list[engines.Clock]] = {name: [] for name in steps}
+    gc.collect()
+    gc.freeze()
+    results: dict[str, Any] = {}
+    began = time.monotonic()
+    for number in range(args.rounds):
+        if not engines.same_on_all(number == 0 or time.monotonic() - began < args.seconds):
+            break
+        clocks = {name: engines.Clock() for name in steps}
+        for turn in range(args.steps):
+            order = list(steps)
+            start = (number * args.steps + turn) % len(order)  # nobody always follows the same engine
+            for name in order[start:] + order[:start]:
+                dist.barrier()
+                with clocks[name]:
+                    loss = steps[name](batches)
+                losses[name].append(float(loss))
+        for name, clock in clocks.items():
+            rounds[name].append(clock)
+        # After every round, so that what was measured survives a run that is ended early.
+        results = {name: _collect(args, rounds[name], losses[name], sent[name]) for name in steps}
+        results |= {name: {"error": words} for name, words in failed.items()}
+        if dist.get_rank() == 0:
+            engines.write_raw(args.out, args, results)
+    return results
+
+
+def _collect(args: argparse.Namespace, rounds: list[engines.Clock], losses: list[float], sent: int) -> dict[str, Any]:
+    cpu = engines.over_ranks([clock.cpu / args.steps for clock in rounds])
+    wall = engines.over_ranks([clock.wall / args.steps for clock in rounds])
+    by_rank = engines.over_ranks(losses)
+    return {
+        "cpu_by_rank": cpu,
+        "cpu": [statistics.mean(ranks) for ranks in zip(*cpu, strict=True)],
+        "wall": [max(ranks) for ranks in zip(*wall, strict=True)],
+        "losses": [statistics.mean(ranks) for ranks in zip(*by_rank, strict=True)],
+        "sent_bytes": engines.over_ranks([sent]),
+    }
+
+
+def ratio(results: dict[str, Any], kind: str, engine: str, over: str) -> float:
+    """Median over the rounds of engine / over."""
+    pairs = zip(results[engine][kind], results[over][kind], strict=True)
+    return statistics.median(mine / theirs for mine, theirs in pairs)
+
+
+def show(args: argparse.Namespace, results: dict[str, Any]) -> None:
+    numel = sum(p.numel() for p in engines.build_llama(args).parameters())
+    good = [name for name in args.engines if "error" not in results[name]]
+    base = good[0]
+    rounds = len(results[base]["cpu"])
+    print(
+        f"{numel:,} parameters, {dist.get_world_size()} ranks, {args.micro_steps} micro-steps of {args.batch_size} x "
+        f"{args.seq_len} tokens, {args.precision} (reductions {args.reduce}), {rounds} rounds of {args.steps} steps, "
+        f" torch {torch.__version__}, commit {engines.commit()}"
+    )
+    over = f"/ {base}"
+    print(f"{'engine':20} {'CPU s':>7} {'spread':>7} {over:>7} {'wall s':>7} {over:>7} {'wire P':>7} {'off':>8}")
+    for name in args.engines:
+        row = results[name]
+        if "error" in row:
+            print(f"{name:20} {row['error'].splitlines()[0]}")
+            continue
+        cpu = statistics.median(row["cpu"])
+        off = max(abs(a - b) for a, b in zip(row["losses"], results[base]["losses"], strict=True))
+        print(
+            f"{name:20} {cpu:7.4f} {(max(row['cpu']) - min(row['cpu'])) / cpu:7.1%} "
+            f"{ratio(results, 'cpu', name, base):7.3f} {statistics.median(row['wall']):7.4f} "
+            f"{ratio(results, 'wall', name, base):7.3f} {row['sent_bytes'][0][0] / numel / 4:7.3f} {off:8.1e}"
+        )
+    for (engine, over), target in TARGETS.items():
+        if engine in good and over in good:
+            cpu, wall = ratio(results, "cpu", engine, over), ratio(results, "wall", engine, over)
+            said = "reached" if cpu <= target else "MISSED"
+            print(f"{engine} / {over:20} CPU {cpu:.3f} (target {target:.2f}, {said}), wall {wall:.3f}")
+    for (engine, over), target in WIRE_TARGETS.items():
+        if engine in good and over in good:
+            wire = results[engine]["sent_bytes"][0][0] / results[over]["sent_bytes"][0][0]
+            said = "reached" if wire <= target else "MISSED"
+            print(f"{engine} / {over:20} wire {wire:.3f} (target {target:.2f}, {said})")
+
+
+def add_rounds(parser: argparse.ArgumentParser) -> None:
+    """How long `measure` goes on."""
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=8, help="steps of each engine in a round")
+    parser.add_argument("--warmup", type=int, default=2)
+    parser.add_argument("--seconds", type=float, default=1e9, help="begin no further round after so long")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--layers", type=int, default=6)
-    parser.add_argument("--width", type=int, default=384)
-    parser.add_argument("--vocab", type=int, default=4096)
-    parser.add_argument("--batch-size", type=int, default=2)
-    parser.add_argument("--seq-len", type=int, default=32)
-    parser.add_argument("--rounds", type=int, default=5, help="timed steps of each engine")
-    parser.add_argument("--engines", nargs="*", default=list(ENGINES), choices=list(ENGINES))
+    engines.add_arguments(parser)
+    add_rounds(parser)
     args = parser.parse_args()
-
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    generator = torch.Generator().manual_seed(rank)
-    ids = torch.randint(0, args.vocab, (args.batch_size, args.seq_len), generator=generator)
-    steps = {name: ENGINES[name](args) for name in args.engines}
-    seconds: dict[str, list[float]] = {name: [] for name in steps}
-    losses: dict[str, list[float]] = {name: [] for name in steps}
-    sent: dict[str, int] = {}
-    for round_number in range(args.rounds + 1):
-        for name, step in steps.items():
-            dist.barrier()
-            with record_wire() as wire:
-                started = time.process_time()
-                loss = step(ids)
-                spent = torch.tensor(time.process_time() - started)
-            dist.all_reduce(spent, dist.ReduceOp.MAX)
-            dist.all_reduce(loss)
-            losses[name].append(float(loss) / world_size)
-            sent[name] = wire.total_bytes
-            if round_number:  # in the first, engines set themselves up
-                seconds[name].append(float(spent))
+    rank, _ = engines.start_ranks()
+    results = measure(args, lambda: engines.build_llama(args))
     if rank == 0:
-        numel = sum(p.numel() for p in build_model(args).parameters())
-        print(f"{numel:,} parameters, {world_size} ranks, torch {torch.__version__}, {args.rounds} interleaved rounds")
-        first = next(iter(steps))
-        for name in steps:
-            median = statistics.median(seconds[name])
-            worst = max(abs(a - b) for a, b in zip(losses[name], losses[first], strict=True))
-            row = {
-                "engine": name,
-                "cpu_seconds": round(median, 4),
-                "ratio": round(median / statistics.median(seconds[first]), 3),
-                "least": round(min(seconds[name]), 4),
-                "loss_off": worst,
-                "wire_in_P": round(sent[name] / numel / 4, 3) if name.startswith("hfdist") else None,
-            }
-            print(json.dumps(row), flush=True)
+        show(args, results)
+        engines.write_raw(args.out, args, results)
+    sys.stdout.flush()
+    dist.barrier()
     dist.destroy_process_group()
 
 

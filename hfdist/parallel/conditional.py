@@ -15,7 +15,7 @@ import itertools
 import torch
 
 from hfdist import comm
-from hfdist.parallel import fsdp
+from hfdist.parallel import direct, fsdp
 from hfdist.parallel.zero import ZeroModel
 
 
@@ -36,6 +36,10 @@ def serve(zero: ZeroModel, op: int, unit: int) -> bool:
 
 def _serve_gather(group: fsdp.FSDPParamGroup, module: torch.nn.Module) -> None:
     shards = fsdp.shard_group(group)
+    if direct.gathers(group):
+        if shards.size() > 1:
+            direct.serve_gather(group, "served")
+        return
     if group.is_unsharded or group._all_gather_result is not None:
         inputs = [p._sharded_param_data.to(p.param_dtype or p._sharded_param_data.dtype) for p in group.fsdp_params]
         same = len({t.dtype for t in inputs}) == 1
@@ -59,7 +63,10 @@ def _serve_reduce(group: fsdp.FSDPParamGroup, module: torch.nn.Module) -> None:
         if param.unsharded_accumulated_grad is None:
             param.unsharded_accumulated_grad = torch.zeros(param._orig_size, dtype=dtype, device=param.device)
     group.reshard_after_backward = False
-    type(group).post_backward(group)
+    if direct.reduces(group):
+        direct.reduce(group, lambda collective: collective(), "served")
+    else:
+        type(group).post_backward(group)
     group.reshard_after_backward, group._training_state = reshard, state
 
 

@@ -121,10 +121,26 @@ def announce_backward(root: nn.Module, tensor: torch.Tensor) -> None:
     state._register_pre_backward_hook(tensor)
 
 
+def alias_gathered_form(param: FSDPParam) -> bool:
+    """Let the gathered form of an unsharded parameter be the stored tensor itself, if both have one dtype.
+
+    `all_gather_outputs` stays empty then: FSDP2 frees what is listed there.
+    """
+    if param.mesh_info.shard_mesh_size > 1 or param.param_dtype not in (None, param.sharded_param.dtype):  # type: ignore[union-attr]
+        return False
+    local, kept = local_shard(param), getattr(param, "_unsharded_param", None)
+    if kept is None or kept.data_ptr() != local.data_ptr():  # the stored tensor may be replaced (load_state_dict)
+        param._unsharded_param = nn.Parameter(local.detach(), requires_grad=param.sharded_param.requires_grad)
+    return True
+
+
 def make_gathered_form(param: FSDPParam) -> None:
     """Give a parameter that was never gathered on this rank the (empty, freed) gathered form that FSDP2 looks for."""
-    numel = param.padded_sharded_param_size.numel() * param.mesh_info.shard_mesh_size  # type: ignore[union-attr]
-    param.init_all_gather_outputs([numel], [param.param_dtype or param.orig_dtype], 1, param.device)
+    if alias_gathered_form(param):
+        return
+    numel = param.padded_sharded_param_size.numel()
+    dtype, size = param.param_dtype or param.orig_dtype, param.mesh_info.shard_mesh_size  # type: ignore[union-attr]
+    param.init_all_gather_outputs([numel], [dtype], size, param.device)
     param.init_unsharded_param()
     param.free_unsharded_param()
 
@@ -148,7 +164,8 @@ def undo_fully_shard(module: nn.Module, whole: dict[FSDPParam, torch.Tensor]) ->
         # Groups and modules refer to each other; cut the circle so that memory goes now, not at the next collection.
         group.fsdp_params = []
         group.modules = ()
-        group.__dict__.pop("post_backward", None)
+        for replaced in ("post_backward", "unshard", "_backward_prefetch"):
+            group.__dict__.pop(replaced, None)
     for sharded in state._modules:
         _module_state_mapping.pop(sharded, None)
         for key in (STATE_KEY, REGISTRY_KEY):

@@ -10,7 +10,9 @@ After the last backward of a window every stage is at rest: `model.parameters()`
 `.grad` the reduced gradients, so clipping, logging and stepping look the same at all stages. The working copy that
 stages 1 and 2 keep is gathered at the next forward: one gather per optimizer step.
 
-Units are the model's blocks and the root (everything else). Every unit's collectives go through `hfdist.comm`.
+Units are the model's blocks and the root (everything else). Ranks meet before every unit's collectives (`hfdist.comm`);
+on CPU ranks these move tensors without FSDP2's flat buffers (`direct.py`), and at stage 0 in full precision the copy is
+the stored parameter itself.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ from hfdist import comm
 from hfdist.errors import ConfigError, say
 from hfdist.mesh import DataMesh
 from hfdist.models.blocks import find_blocks
-from hfdist.parallel import fsdp
+from hfdist.parallel import direct, fsdp
 
 
 @dataclass(eq=False)
@@ -87,6 +89,14 @@ class ZeroModel:
         unit_module = fsdp.as_fsdp(module)
         unit_module.set_custom_all_gather(_MetAllGather(self.meeting, unit, name))
         unit_module.set_custom_reduce_scatter(_CountedReduceScatter(name))
+        if direct.gathers(group):
+
+            def meet(collective: Callable[[], None]) -> None:
+                self.meeting.run(comm.GATHER, unit, collective=collective)
+
+            group.unshard = lambda async_op=False: direct.unshard(group, meet, name)  # type: ignore[method-assign]
+            # A gather is complete when it returns, so that an early one would only hold memory.
+            group._backward_prefetch = lambda: None  # type: ignore[method-assign]
         original = group.post_backward
         # FSDP2 has no public place between a unit's backward and its reduction.
         group.post_backward = (  # type: ignore[method-assign]
@@ -165,27 +175,32 @@ class ZeroModel:
         if not group.reduce_grads or not any(flags):
             original()
             return
-        if self.meeting.group is not None:
-            _try_buffers(group)
         if self.conditional:
             self.used.update(param for param, flag in zip(group.fsdp_params, flags, strict=True) if flag)
+        detail = 0 if self.conditional else comm.checksum(flags)
 
-            def reduce_all() -> None:
-                # Ranks reduce the same parameters whatever each of them used; what it did not use counts zero.
-                group.reduce_scatter_unused_params = True
-                try:
-                    original()
-                finally:
-                    group.reduce_scatter_unused_params = False
+        def describe() -> str:
+            names = [fsdp.name_of(p) for p, flag in zip(group.fsdp_params, flags, strict=True) if flag]
+            return f"reduces the gradients of {', '.join(names)}"
 
-            self.meeting.run(comm.REDUCE, unit, collective=reduce_all)
-        else:
+        def meet(collective: Callable[[], None]) -> None:
+            self.meeting.run(comm.REDUCE, unit, detail, collective, describe)
 
-            def describe() -> str:
-                names = [fsdp.name_of(p) for p, flag in zip(group.fsdp_params, flags, strict=True) if flag]
-                return f"reduces the gradients of {', '.join(names)}"
+        if direct.reduces(group):
+            direct.reduce(group, meet, name, unused=self.conditional)
+            return
+        if self.meeting.group is not None:
+            _try_buffers(group)
 
-            self.meeting.run(comm.REDUCE, unit, comm.checksum(flags), original, describe)
+        def reduce() -> None:
+            # Conditional modules: ranks reduce the same parameters whatever each used; what it did not use counts zero.
+            group.reduce_scatter_unused_params = self.conditional
+            try:
+                original()
+            finally:
+                group.reduce_scatter_unused_params = False
+
+        meet(reduce)
         _record_all_reduce(group, flags, name, whole_group=self.conditional)
 
 

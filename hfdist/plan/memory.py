@@ -11,7 +11,7 @@ differs is what lives *during* a step, in the compute dtype of c bytes (fp32 4, 
 `compute="autocast"` 4):
 
     stage   gathered copies        gradients (k = 1 -> k > 1 micro-steps)
-    0       c (root + a block)     4T              -> 4T, plus c new when c is not 4
+    0       c (root + a block)     4T              -> 4T, plus c new when c is not 4   (no copies when c is 4)
     1       c P                    4T/N + c new    -> 4T (whole until the last micro-step), plus c new when c is not 4
     2       c P                    4T/N + c new    -> 4T/N + c new
     3       c (root + a block)     4T/N + c new    -> 4T/N + c new
@@ -236,8 +236,10 @@ class _Walk:
             self._look(extra=reduced if layout.reduce_bytes != MASTER else 0)
 
     def _copy_bytes(self, unit: int) -> int:
-        """A gathered unit, rows padded."""
+        """A gathered unit, rows padded; nothing where the stored parameters serve."""
         shards = self.layout.num_shards
+        if shards == 1 and self.layout.compute_bytes == MASTER:
+            return 0
         return self.layout.compute_bytes * self.units[unit].shard(shards) * shards
 
     def _look(self, extra: int = 0) -> None:

@@ -73,6 +73,57 @@ def many_in_a_row() -> bool:
     return True
 
 
+def exchange_many(direct_bytes: int) -> list[str]:
+    """Differences of `parallel.exchange` from what it stands for, shapes with uneven and missing rows among them."""
+    from hfdist.parallel import exchange
+
+    kept = exchange.DIRECT_BYTES, exchange.DIRECT_ALL_REDUCE_BYTES
+    exchange.DIRECT_BYTES = exchange.DIRECT_ALL_REDUCE_BYTES = direct_bytes
+    group = dist.group.WORLD
+    rank, size = dist.get_rank(), dist.get_world_size()
+    shapes = [(4 * size, 3), (5, 2), (1,), (size + 1, 7, 2), (size,)]
+    wrong = []
+    try:
+        for dtype in DTYPES:
+            wholes = [
+                [
+                    torch.randn(s, generator=torch.Generator().manual_seed(10 * r + i)).to(dtype)
+                    for i, s in enumerate(shapes)
+                ]
+                for r in range(size)
+            ]
+            means = [torch.stack(grads).double().mean(0) for grads in zip(*wholes, strict=True)]
+            # One rounding of each sum and of the division, relative to the largest element.
+            tolerance = 4 * torch.finfo(dtype).eps * max(mean.abs().max() for mean in means)
+            outputs = [torch.zeros(size, 6, dtype=dtype) for _ in shapes]
+            for i, output in enumerate(outputs):
+                output[rank] = 10 * rank + i
+            exchange.gather(outputs, group, label="")
+            for i, output in enumerate(outputs):
+                if not torch.equal(output[:, 0].double(), 10.0 * torch.arange(size, dtype=torch.float64) + i):
+                    wrong.append(f"gather {dtype} {i}")
+            reduced = exchange.ReduceScatter([grad.clone() for grad in wholes[rank]], group, "").run()
+            for mine, mean in zip(reduced, means, strict=True):
+                chunk = -(-mean.size(0) // size)
+                expected = mean[rank * chunk : (rank + 1) * chunk]
+                if mine.shape != expected.shape or not torch.allclose(mine.double(), expected, rtol=0, atol=tolerance):
+                    wrong.append(f"reduce-scatter {dtype} {tuple(mean.shape)}")
+            for mine, mean in zip(
+                exchange.AllReduce([g.clone() for g in wholes[rank]], group, "").run(), means, strict=True
+            ):
+                if mine.shape != mean.shape or not torch.allclose(mine.double(), mean, rtol=0, atol=tolerance):
+                    wrong.append(f"all-reduce {dtype} {tuple(mean.shape)}")
+    finally:
+        exchange.DIRECT_BYTES, exchange.DIRECT_ALL_REDUCE_BYTES = kept
+    return wrong
+
+
+@pytest.mark.parametrize("direct_bytes", [0, 24, 1 << 20], ids=["direct", "mixed", "packed"])
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_exchange_of_many(pool: Pools, world_size: int, direct_bytes: int) -> None:
+    assert pool(world_size).run(exchange_many, direct_bytes) == [[]] * world_size
+
+
 @pytest.mark.parametrize("world_size", [2, 3, 4])
 def test_gather_and_reduce(pool: Pools, world_size: int) -> None:
     assert pool(world_size).run(gather_and_reduce) == [[]] * world_size

@@ -68,13 +68,16 @@ def total_norm(
 
 
 def _local_norm(tensors: list[torch.Tensor], norm_type: float) -> torch.Tensor:
-    # Summed in fp64: torch's fp32 norm of a large tensor on a CPU is off by more the longer the tensor is (4.9e-5 at 2.6 M
-    # elements), so that the factor of clipping would depend on how a parameter is split.
-    dtype = torch.float64 if tensors[0].device.type != "mps" else torch.float32
     filled = [t for t in tensors if t.numel()]
+    device = tensors[0].device
     if not filled:
-        return torch.zeros((), dtype=dtype, device=tensors[0].device)
-    return _combine(torch.stack([torch.linalg.vector_norm(t, norm_type, dtype=dtype) for t in filled]), norm_type)
+        return torch.zeros((), dtype=torch.float64 if device.type == "cpu" else torch.float32, device=device)
+    if device.type != "cpu":  # half-precision squares would overflow
+        return _combine(torch.stack(torch._foreach_norm([t.float() for t in filled], norm_type)), norm_type)
+    # In fp64: torch's fp32 norm of a tensor on the CPU is off by more the longer it is (4.9e-5 at 2.6 M elements), so
+    # that the factor of clipping would depend on how a parameter is split.
+    norms = [torch.linalg.vector_norm(t, norm_type, dtype=torch.float64) for t in filled]
+    return _combine(torch.stack(norms), norm_type)
 
 
 def _combine(norms: torch.Tensor, norm_type: float) -> torch.Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import subprocess
 import sys
 from pathlib import Path
 
@@ -249,5 +250,11 @@ def test_the_table_knows_every_key_of_the_installed_deepspeed():
 
 
 def test_deepspeed_was_not_imported():
-    settle(ZERO)
-    assert "deepspeed" not in sys.modules
+    """In a process of its own, whatever other tests have imported."""
+    variables = {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_CONFIG_FILE": json.dumps(ZERO)}
+    code = (
+        "import sys\nfrom hfdist.config import resolve_settings\n"
+        f"settings, _ = resolve_settings(accelerator_kwargs={{}}, environ={variables!r})\n"
+        "assert settings.zero.stage == 3\nsys.exit('deepspeed' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

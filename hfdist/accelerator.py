@@ -179,6 +179,7 @@ class Accelerator(accelerate.Accelerator):
         zero = self.engine.models[-1]
         self._undo.append(self.engine.wrap_forward(zero))
         self._undo.append(self.engine.let_zero_grad_drop(zero))
+        self._undo.append(fsdp.let_generate_gather(inner))
         self._undo.append(whole.let_save_pretrained_gather(self.engine, inner))
         self._undo.append(whole.let_resize_embeddings(zero, self.engine))
         self._undo.append(whole.let_load_whole(zero))

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY
 from torch.distributed._composable_state import _module_state_mapping
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
@@ -119,6 +119,18 @@ def announce_backward(root: nn.Module, tensor: torch.Tensor) -> None:
     """Let the gradient of a root's output tell FSDP2 that backward begins, as it does for tensors that it finds."""
     state = as_fsdp(root)._get_fsdp_state()
     state._register_pre_backward_hook(tensor)
+
+
+def let_generate_gather(model: nn.Module) -> Callable[[], None]:
+    """Let `generate` of an encoder-decoder model find its encoder's embeddings, which belong to the root; the undo.
+
+    It calls the encoder by itself, outside of the model's forward, which gathers the root.
+    """
+    config = getattr(model, "config", None)
+    if not getattr(config, "is_encoder_decoder", False) or not hasattr(model, "generate"):
+        return lambda: None
+    register_fsdp_forward_method(model, "generate")
+    return lambda: model.__dict__.pop("generate", None)
 
 
 def alias_gathered_form(param: FSDPParam) -> bool:

@@ -350,6 +350,63 @@ def test_a_group_added_with_references_from_before_prepare_trains(pool: Pools, s
         assert_same("parameters", seen, _one_process(Net, nothing), TOLERANCE)
 
 
+def _t5() -> nn.Module:
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    torch.manual_seed(0)
+    config = T5Config(
+        vocab_size=61,
+        d_model=15,
+        d_kv=5,
+        d_ff=31,
+        num_layers=2,
+        num_heads=3,
+        dropout_rate=0.0,
+        decoder_start_token_id=0,
+        pad_token_id=0,
+    )
+    return T5ForConditionalGeneration(config).double()
+
+
+def _t5_batch(rank: int) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(rank)
+    ids = torch.randint(1, 61, (2, 7), generator=generator)
+    return {"input_ids": ids, "labels": torch.randint(1, 61, (2, 5), generator=generator)}
+
+
+def _generate_t5(stage: int) -> list[list[list[int]]]:
+    from hfdist import ZeroPlugin
+
+    accelerator = make_accelerator(plugins=[ZeroPlugin(stage=stage)])
+    model = _t5()
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=1.0))
+    batch = _t5_batch(accelerator.process_index)
+    seen = []
+    for _ in range(2):  # before the first forward, and between two updates
+        seen.append(model.generate(batch["input_ids"], max_new_tokens=6, do_sample=False).tolist())
+        accelerator.backward(model(**batch).loss)
+        optimizer.step()
+        optimizer.zero_grad()
+    return seen
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_an_encoder_decoder_model_generates(pool: Pools, stage: int) -> None:
+    model = _t5()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    want: list[list[Any]] = [[], []]
+    for _ in range(2):
+        for rank in range(2):
+            ids = _t5_batch(rank)["input_ids"]
+            want[rank].append(model.generate(ids, max_new_tokens=6, do_sample=False).tolist())  # type: ignore[operator]
+        loss = sum(model(**_t5_batch(rank)).loss for rank in range(2)) / 2
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert want[0][0] != want[0][1]
+    assert pool(2).run(_generate_t5, stage) == want
+
+
 def test_the_windows_are_ragged() -> None:
     """Or the own criterion's test would not see a weight by tokens."""
     windows = make_windows(vocab=VOCAB["llama"], steps=2, gas=3, world_size=2)

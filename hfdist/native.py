@@ -17,7 +17,7 @@ import sys
 import time
 from collections.abc import Mapping, MutableMapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import accelerate
 
@@ -30,11 +30,29 @@ logger = logging.getLogger(__name__)
 _LOCK_WAIT = 30.0  # seconds another rank may take to remove a lock that a killed build left
 
 
+# What hfdist.Accelerator adds to accelerate's.
+_ONLY_HFDIST = (
+    *("set_zero_stage", "zero_stage", "run_step", "gathered_parameters"),
+    *("explain", "memory_report", "dtype_report"),
+)
+
+
 class NativeAccelerator(accelerate.Accelerator):
     """accelerate's Accelerator, unchanged but for its start. `settings.engine` is "native".
 
     Raises ConfigError for `plugins=`, which only hfdist's engine reads, and for a missing compiler under DeepSpeed.
     """
+
+    def __getattr__(self, name: str) -> NoReturn:
+        if name in _ONLY_HFDIST:
+            raise AttributeError(
+                say(
+                    given=f"accelerator.{name} under HFDIST_ENGINE=native",
+                    expected="what accelerate's own Accelerator has",
+                    do=f'Guard it with `if hasattr(accelerator, "{name}"):`, or leave HFDIST_ENGINE out.',
+                )
+            )
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def __init__(self, *args: Any, plugins: Sequence[object] = (), **kwargs: Any) -> None:
         if plugins:

@@ -179,7 +179,15 @@ def _read_basic_environment(ledger: Ledger, environ: Mapping[str, str]) -> None:
         _claim_precision(ledger, precision, origin=origin, strength=strength)
     for name in ("GRADIENT_ACCUMULATION_STEPS", "GRADIENT_CLIPPING"):
         variable = f"ACCELERATE_{name}"
-        ledger.claim(name.lower(), environ.get(variable), origin=f"the launcher's {name.lower()} ({variable})")
+        value = environ.get(variable)
+        # 1 micro-step is what a DEEPSPEED yaml says unasked, and so gives way to a script that asks for more.
+        unasked = name == "GRADIENT_ACCUMULATION_STEPS" and value == "1"
+        ledger.claim(
+            name.lower(),
+            value,
+            origin=f"the yaml's {name.lower()} ({variable})",
+            strength=Strength.DEFAULT if unasked else Strength.SAID,
+        )
     if not is_unsaid(environ.get("ACCELERATE_FP8_BACKEND")):
         ledger.later("fp8", environ["ACCELERATE_FP8_BACKEND"], origin="ACCELERATE_FP8_BACKEND")
 

@@ -52,7 +52,7 @@ def verify_between_steps(zero: ZeroModel, stage: int) -> None:
             say(
                 given=f"set_zero_stage({stage}) inside a gradient accumulation window",
                 expected="a switch between two optimizer steps",
-                do="Call it after optimizer.step().",
+                do="Call it after the optimizer.step() that ends a window (accelerator.sync_gradients is True there).",
             )
         )
 

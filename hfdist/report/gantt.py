@@ -95,7 +95,7 @@ def draw_timelines(pictures: Sequence[tuple[str, Schedule, Timeline]], output: P
 
     longest = max(timeline.end for _, _, timeline in pictures)
     height = sum(0.42 * schedule.num_ranks + 0.85 for _, schedule, _ in pictures) + 0.3
-    width = max(7.0, min(16.0, 1.5 + 0.28 * longest))
+    width = max(10.5, min(16.0, 1.5 + 0.28 * longest))  # a caption has up to 110 characters
     figure, axes = plt.subplots(len(pictures), 1, figsize=(width, height), squeeze=False, layout="constrained")
     kinds: dict[str, str] = {}
     for axis, (caption, schedule, timeline) in zip(axes[:, 0], pictures, strict=True):

@@ -314,3 +314,21 @@ def test_native_settings_record_the_yaml_and_refuse_nothing_it_says():
     assert settings.notices == ("no effect under HFDIST_ENGINE=native: HFDIST_SCHEDULER_STEP",)
     with pytest.raises(ConfigError, match="scheduler_step"):
         read_native_settings({**environ, "HFDIST_SCHEDULR_STEP": "update"})
+
+
+def test_one_micro_step_of_a_yaml_gives_way_to_a_script_that_asks_for_more() -> None:
+    environ = {"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "1"}
+    settings, _ = resolve_settings(accelerator_kwargs={"gradient_accumulation_steps": 4}, environ=environ)
+    assert settings.gradient_accumulation_steps == 4
+    assert resolve_settings(accelerator_kwargs={}, environ=environ)[0].gradient_accumulation_steps == 1
+
+
+def test_what_native_lacks_says_so() -> None:
+    from hfdist.native import NativeAccelerator
+
+    bare = NativeAccelerator.__new__(NativeAccelerator)
+    with pytest.raises(AttributeError, match="HFDIST_ENGINE=native"):
+        _ = bare.explain
+    assert not hasattr(bare, "set_zero_stage")
+    with pytest.raises(AttributeError, match="no attribute"):
+        _ = bare.anything

@@ -31,7 +31,7 @@ from hfdist.engine.recover import run_step
 from hfdist.engine.scaler import LossScaler
 from hfdist.errors import ConfigError, say
 from hfdist.launch import engine_environment
-from hfdist.mesh import DataMesh, forget_meshes
+from hfdist.mesh import Grid, forget_meshes
 from hfdist.parallel import amp as precision
 from hfdist.parallel import fsdp, loading
 from hfdist.parallel.switch import switch_stage, verify_between_steps
@@ -80,26 +80,32 @@ class Accelerator(accelerate.Accelerator):
                 logger.warning(notice)
 
     def _build_engine(self) -> Engine:
-        settings, world = self.settings, self.num_processes
+        settings = self.settings
         timeout = self.init_handler.timeout if self.init_handler is not None else None
-        mesh = DataMesh(
-            self.device.type, world, self.process_index, settings.zero.dp_replicate_size, timeout=timeout
-        )  # fmt: skip
+        grid = Grid(
+            self.device.type,
+            self.num_processes,
+            self.process_index,
+            dp_replicate_size=settings.zero.dp_replicate_size,
+            timeout=timeout,
+        )
+        mesh = grid.data
         on_gloo = self.device.type == "cpu"
         meeting = comm.Meeting(
-            self.process_index,
-            world,
+            mesh.rank,
+            mesh.size,
             mesh.coordinates,
+            mesh.gloo_group if self.num_processes > 1 else None,
             stall_timeout=settings.stall_timeout,
             **({"timeout": timeout.total_seconds()} if timeout is not None else {}),
             enabled=on_gloo or settings.zero.conditional_modules or settings.zero.escalate_on_oom,
             device=self.device,
-            device_group=mesh.world_group,
+            device_group=mesh.group,
         )
         engine = Engine(
-            mesh,
+            grid,
             meeting,
-            LossWeights(world, meeting, mesh.world_group, settings.loss_weighting == "tokens"),
+            LossWeights(mesh.size, meeting, mesh.group, settings.loss_weighting == "tokens"),
             settings.amp,
             self.device,
             gradient_clipping=settings.gradient_clipping,
@@ -107,7 +113,7 @@ class Accelerator(accelerate.Accelerator):
             autocast_options=self.autocast_handler.to_kwargs() if self.autocast_handler is not None else {},
         )
         if settings.amp is not None and settings.amp.dtype == "fp16":
-            engine.scaler = LossScaler(settings.amp, self.device.type, meeting, engine.name_of)
+            engine.scaler = LossScaler(settings.amp, self.device.type, engine.any_rank, engine.name_of)
         if settings.zero.conditional_modules:
             engine.serve_conditional()
         if settings.zero.escalate_on_oom:

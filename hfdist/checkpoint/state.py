@@ -54,7 +54,7 @@ def save_state(accelerator: Accelerator, output_dir: str | os.PathLike[str] | No
         (directory / _LAYOUT).unlink(missing_ok=True)
     accelerator.wait_for_everyone()
     tensors = _tensors(accelerator.engine)
-    dcp.save(tensors, checkpoint_id=str(directory / _TENSORS), process_group=accelerator.engine.mesh.world_group)
+    dcp.save(tensors, checkpoint_id=str(directory / _TENSORS), process_group=accelerator.engine.mesh.group)
     save_accelerator_state(
         str(directory),
         [],
@@ -93,7 +93,7 @@ def load_state(accelerator: Accelerator, input_dir: str | os.PathLike[str] | Non
         hook(list(accelerator._models), str(directory))
     _allocate_optimizer_state(accelerator.engine, directory)
     tensors = _tensors(accelerator.engine)
-    dcp.load(tensors, checkpoint_id=str(directory / _TENSORS), process_group=accelerator.engine.mesh.world_group)
+    dcp.load(tensors, checkpoint_id=str(directory / _TENSORS), process_group=accelerator.engine.mesh.group)
     _put_back(accelerator.engine, tensors, json.loads((directory / _LAYOUT).read_text()))
     attributes = load_accelerator_state(
         str(directory),

@@ -195,12 +195,12 @@ def _keep(plain: dict[fsdp.FSDPParam, nn.Parameter], engine: Engine, modifier_ra
     """Put this rank's rows of the `plain` whole parameters (and what is frozen) into the shards, and register those."""
     trains = torch.tensor([p.requires_grad for p in plain.values()], dtype=torch.uint8, device=engine.device)
     if modifier_rank is not None:
-        comm.broadcast(trains, engine.mesh.world_group, src=modifier_rank, label="what is frozen")
+        comm.broadcast(trains, engine.mesh.group, src=modifier_rank, label="what is frozen")
     for (param, written), train in zip(plain.items(), trains.tolist(), strict=True):
         shard = fsdp.local_shard(param)
         values = written.detach().to(shard.device, shard.dtype).contiguous()
         if modifier_rank is not None:
-            comm.broadcast(values, engine.mesh.world_group, src=modifier_rank, label="written parameters")
+            comm.broadcast(values, engine.mesh.group, src=modifier_rank, label="written parameters")
         shard.copy_(fsdp.take_shard(param, values))
         param.sharded_param.requires_grad_(bool(train))
         param.__dict__.pop("reset_sharded_param", None)

@@ -263,12 +263,12 @@ def apply_zero(zero: ZeroModel, device: torch.device, *, synchronise: bool = Tru
         if synchronise:
             for parameter in module.parameters():
                 if not isinstance(parameter, torch.distributed.tensor.DTensor) and not parameter.is_meta:
-                    _make_equal(parameter, device, zero.mesh.world_group)
+                    _make_equal(parameter, device, zero.mesh.group)
         zero.shard_unit(name, module)
     if synchronise:
         for buffer in zero.model.buffers():
             if not buffer.is_meta:
-                _make_equal(buffer, device, zero.mesh.world_group)
+                _make_equal(buffer, device, zero.mesh.group)
     zero.apply_policy()
 
 

@@ -23,7 +23,7 @@ from hfdist import comm
 from hfdist.checkpoint import state as checkpoint
 from hfdist.checkpoint import whole
 from hfdist.config import resolve_engine, resolve_settings
-from hfdist.engine import norm, repoint
+from hfdist.engine import data, norm, repoint
 from hfdist.engine.core import Engine
 from hfdist.engine.loss import LossWeights
 from hfdist.engine.optimizer import ZeroOptimizer
@@ -247,6 +247,37 @@ class Accelerator(accelerate.Accelerator):
         self.engine.optimizers.append(wrapped)
         self._optimizers.append(wrapped)
         return wrapped
+
+    def prepare_data_loader(
+        self, data_loader: Any, device_placement: bool | None = None, slice_fn_for_dispatch: Any = None
+    ) -> Any:
+        """accelerate's loader; ranks that hold different parts of one model get the same batches."""
+        if not self.engine.grid.model_groups or getattr(data_loader, "_is_accelerate_prepared", False):
+            return super().prepare_data_loader(data_loader, device_placement, slice_fn_for_dispatch)
+        prepared = data.shard_data_loader(
+            self, data_loader, self.engine.mesh, device_placement=device_placement, slice_fn=slice_fn_for_dispatch
+        )
+        self._dataloaders.append(prepared)
+        return prepared
+
+    def gather(self, tensor: Any) -> Any:
+        """accelerate's `gather`, each dp rank's tensors once."""
+        return data.gather(tensor, self.engine.mesh) if self.engine.grid.model_groups else super().gather(tensor)
+
+    def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
+        """accelerate's `gather_for_metrics` (what filled the last batch is dropped), each dp rank's data once."""
+        tensors = not use_gather_object and data.all_tensors(input_data)
+        if tensors or not self.engine.grid.model_groups:
+            return super().gather_for_metrics(input_data, use_gather_object)
+        listed = data.gather_objects(input_data, self.engine.mesh)
+        state = self.gradient_state
+        return listed[: state.remainder] if state.end_of_dataloader and state.remainder > 0 else listed
+
+    def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
+        """accelerate's `reduce`, each dp rank's tensors once."""
+        if not self.engine.grid.model_groups:
+            return super().reduce(tensor, reduction, scale)
+        return data.reduce(tensor, self.engine.mesh, reduction)
 
     def prepare_scheduler(self, scheduler: torch.optim.lr_scheduler.LRScheduler) -> Any:
         """accelerate's wrapper: `num_processes` steps per update, or one with `scheduler_step="update"`."""

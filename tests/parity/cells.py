@@ -79,8 +79,8 @@ def recipe_of(cell: Cell) -> Recipe:
     """The cell's optimizer, in fp32 with a learning rate so small that rounding stays below the tolerance.
 
     Muon orthogonalises in bf16 inside: where inputs differ by fp32's rounding an element may round the other way, which
-    moves a parameter by up to 1e-2 of the learning rate. Adam and Adafactor divide by the size of the gradient: noise of
-    1e-8 over their epsilon of 1e-5 moves it by 1e-3 of the rate, by CPU (1.016e-5 of 1e-2 on an AMD EPYC).
+    moves a parameter by up to 1e-2 of the learning rate. Adam and Adafactor divide by the size of the gradient: noise
+    of 1e-8 over their epsilon of 1e-5 moves it by 1e-3 of the rate (1.016e-5 at rate 1e-2, seen on one CPU of two).
     """
     if cell.dtype == "fp64" or cell.optimizer == "sgd":
         return Recipe(cell.optimizer)

@@ -34,6 +34,7 @@ from hfdist.launch import engine_environment
 from hfdist.mesh import Grid, forget_meshes
 from hfdist.parallel import amp as precision
 from hfdist.parallel import fsdp, loading
+from hfdist.parallel.apply import apply_model_axes, apply_sharding
 from hfdist.parallel.switch import switch_stage, verify_between_steps
 from hfdist.parallel.zero import ZeroModel, apply_zero, build_zero_model
 from hfdist.plugins import Plugin
@@ -72,7 +73,10 @@ class Accelerator(accelerate.Accelerator):
             norm.redirect_torch_clipping(self.engine),
             fsdp.reduce_before_item(weakref.ref(self.engine.meeting)),
         ]
-        if self.settings.zero.load_sharded or (self.settings.zero.load_sharded is None and self.zero_stage == 3):
+        shards_at_load = self.settings.zero.load_sharded or (
+            self.settings.zero.load_sharded is None and self.zero_stage == 3
+        )
+        if shards_at_load and not self.engine.grid.model_groups:  # split and cut models are loaded whole first
             masters = torch.float32 if self.settings.amp is not None else None
             self._undo_outside.append(loading.load_into_shards(weakref.WeakMethod(self._shard_on_meta), masters))
         if self.is_main_process:
@@ -86,6 +90,8 @@ class Accelerator(accelerate.Accelerator):
             self.device.type,
             self.num_processes,
             self.process_index,
+            pp_size=settings.pipeline.pp_size if settings.pipeline else 1,
+            tp_size=settings.tensor.tp_size if settings.tensor else 1,
             dp_replicate_size=settings.zero.dp_replicate_size,
             timeout=timeout,
         )
@@ -197,13 +203,15 @@ class Accelerator(accelerate.Accelerator):
     def _shard(self, model: nn.Module) -> None:
         if self.settings.amp is not None:
             precision.make_masters(model)
-        zero = self._build_zero(model)
         before = dict(model.named_parameters(remove_duplicate=False))
+        split = apply_model_axes(model, self.engine.grid, tensor=self.settings.tensor, pipeline=self.settings.pipeline)
+        zero = self._build_zero(model)
         backend = self.state.dynamo_plugin.backend.value.lower()
         if backend != "no":
             for _, block in zero.blocks:
                 block.compile(**self.state.dynamo_plugin.to_kwargs())
-        apply_zero(zero, self.device)
+        scaler = self.engine.scaler
+        apply_sharding(zero, split, self.device, loss_scale=(lambda: 1.0) if scaler is None else scaler.get_scale)
         self.engine.models.append(zero)
         repoint.follow(self.engine, before, model, self._optimizers)
 
@@ -242,8 +250,11 @@ class Accelerator(accelerate.Accelerator):
             return optimizer
         repoint.point_to_shards(self.engine, optimizer)
         wrapped = ZeroOptimizer(optimizer, self.engine)
-        if self._zero_stage > 0 and self.num_processes > 1:
+        split = any(zero.split is not None for zero in self.engine.models)
+        if split or (self._zero_stage > 0 and self.num_processes > 1):
             wrapped.local.check()
+        if split:
+            self.engine.refuse_whole_updates(wrapped)
         self.engine.optimizers.append(wrapped)
         self._optimizers.append(wrapped)
         return wrapped

@@ -51,8 +51,8 @@ class Engine:
     optimizers: list[ZeroOptimizer] = field(default_factory=list)
     scaler: LossScaler | None = None
     last_norm: torch.Tensor | None = None  # of the engine's own clipping
-    parts: WeakIdKeyDictionary = field(default_factory=WeakIdKeyDictionary)  # parameter -> norm.Part, if not whole
     replaced: WeakIdKeyDictionary = field(default_factory=WeakIdKeyDictionary)  # parameter before sharding -> after
+    elsewhere: WeakIdKeyDictionary = field(default_factory=WeakIdKeyDictionary)  # parameters that other stages have
     _said: WeakIdKeyDictionary = field(default_factory=WeakIdKeyDictionary)  # models of which something was said once
     num_updates: int = 0
     updating: bool = False  # inside optimizer.step: what fails now has already changed something
@@ -318,15 +318,37 @@ class Engine:
     def resolve(self, parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
         """`parameters` with gathered copies replaced by the sharded parameters that hold the gradients."""
         listed = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-        listed = [self.replaced.get(p, p) for p in listed]
+        listed = [self.replaced.get(p, p) for p in listed if p not in self.elsewhere]
         copies: dict[int, nn.Parameter] = {}
         for zero in self.models:
             copies |= zero.sharded_of()
         return [copies.get(id(p), p) for p in listed]
 
-    def part_of(self, parameter: torch.Tensor) -> norm.Part:
-        """How `parameter` lies over tensor and pipeline ranks."""
-        return self.parts.get(parameter, norm.WHOLE)
+    def parts(self) -> dict[int, norm.Part]:
+        """id of a parameter -> how it lies over tensor and pipeline ranks, where it is not whole and counted here."""
+        found = {}
+        for zero in self.models:
+            if zero.split is None:
+                continue
+            for name, parameter in zero.model.named_parameters():
+                groups, share = zero.split.groups_and_share(name, parameter)
+                if groups or share != 1.0:
+                    found[id(parameter)] = norm.Part(groups, share)
+        return found
+
+    def refuse_whole_updates(self, optimizer: ZeroOptimizer) -> None:
+        """Raises ConfigError for an optimizer that updates whole parameters only and is given parts of some."""
+        parts = self.parts()
+        for parameter in optimizer.local.stepped_whole():
+            if id(parameter) in parts and parts[id(parameter)].groups:
+                raise ConfigError(
+                    say(
+                        given=f"{type(optimizer.optimizer).__name__} for {self.name_of(parameter)}, which tensor "
+                        "parallelism has split",
+                        expected="an optimizer that treats each element by itself (Adam, SGD, ...)",
+                        do="Use one, or train with ZeRO alone.",
+                    )
+                )
 
     def owns(self, parameters: Iterable[torch.Tensor]) -> bool:
         """Whether any of `parameters` belongs to a prepared model."""

@@ -20,6 +20,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -34,6 +35,9 @@ from hfdist.mesh import DataMesh
 from hfdist.models.blocks import find_blocks
 from hfdist.parallel import direct, fsdp
 
+if TYPE_CHECKING:
+    from hfdist.parallel.split import SplitModel
+
 
 @dataclass(eq=False)
 class ZeroModel:
@@ -47,6 +51,8 @@ class ZeroModel:
     blocks: list[tuple[str, nn.Module]]
     replicated: list[nn.Parameter]  # 0-dim parameters, which FSDP2 refuses: kept whole, gradients all-reduced
     conditional: bool = False
+    split: SplitModel | None = None  # of a model that is also split over tensor or pipeline ranks
+    before_reduce: Callable[[fsdp.FSDPParamGroup], None] | None = None  # with a unit's whole gradients
     window_open: bool = False  # between a micro-step without and the one with gradient synchronisation
     used: set[fsdp.FSDPParam] = field(default_factory=set)  # conditional modules: got a gradient on this rank
     unit_numbers: dict[str, int] = field(default_factory=dict)
@@ -175,6 +181,8 @@ class ZeroModel:
         if not group.reduce_grads or not any(flags):
             original()
             return
+        if self.before_reduce is not None:
+            self.before_reduce(group)
         if self.conditional:
             self.used.update(param for param, flag in zip(group.fsdp_params, flags, strict=True) if flag)
         detail = 0 if self.conditional else comm.checksum(flags)

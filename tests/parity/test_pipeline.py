@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
 
+from tests.parity.cells import cover
 from tests.parity.pipelines import Spec, Trained, make_batch, train_one_process, train_pipeline
 from tests.pool import Pools
 
@@ -35,13 +37,32 @@ def windows_of(rows: int, gas: int, padding: Any, steps: int = 5) -> list[list[A
     ]
 
 
-SMOKE = ["gpipe", "1f1b", "interleaved", "zero-bubble", "zbv"]
+FACTORS: dict[str, tuple[Any, ...]] = {
+    "schedule": ("gpipe", "1f1b", "interleaved", "zero-bubble", "zbv"),
+    "pp": (2, 4),
+    "m": ("1", "stages-1", "stages", "2 stages", "ragged"),
+    "gas": (1, 3),
+    "tied": (False, True),
+    "padding": ("none", "left", "right"),
+    "family": ("llama", "gpt2", "qwen3", "gemma"),
+}
+PAIRS = tuple(itertools.combinations(range(len(FACTORS)), 2))
+CELLS = cover(tuple(FACTORS.values()), PAIRS)
 
 
-@pytest.mark.parametrize("schedule", SMOKE)
-def test_schedules(pool: Pools, schedule: str) -> None:
-    spec = Spec("llama", layers=5, tied=True)
-    windows = windows_of(4, 1, "left")
-    want = train_one_process(spec, windows)
-    got = pool(2).run(train_pipeline, spec, windows, {"schedule": schedule, "num_micro_batches": 4})
-    assert_parity(got, want)
+@pytest.mark.parametrize("cell", CELLS, ids=lambda cell: "-".join(str(value) for value in cell))
+def test_cell_equals_one_process(pool: Pools, cell: tuple[Any, ...]) -> None:
+    schedule, pp, m, gas, tied, padding, family = cell
+    stages = pp * (1 if schedule in ("gpipe", "1f1b") else 2)
+    number = {"1": 1, "stages-1": stages - 1, "stages": stages, "2 stages": 2 * stages, "ragged": 3}[m]
+    rows = 5 if m == "ragged" else number if number > 2 else 2 * number
+    spec = Spec(family, layers={2: 5, 4: 7, 8: 9}[stages], tied=tied)
+    windows = windows_of(rows, gas, padding)
+    options = {"schedule": schedule, "num_micro_batches": number}
+    assert_parity(pool(pp).run(train_pipeline, spec, windows, options), train_one_process(spec, windows))
+
+
+def test_every_pair_is_covered() -> None:
+    values = tuple(FACTORS.values())
+    for first, second in PAIRS:
+        assert {(cell[first], cell[second]) for cell in CELLS} == set(itertools.product(values[first], values[second]))

@@ -4,7 +4,9 @@
 
 A pass-through keeps its index in the list and the plain attributes of the block (`attention_type`, `layer_idx`, ...),
 accepts what a block accepts and returns what a block returns. The one just before a stage's first own block puts in the
-received hidden state; the one just after its last own block ends the forward with that block's output.
+received hidden state; the one just after its last own block ends the forward with what that block returned. So what a
+model does between two blocks is done once, by the stage that receives. A key-value cache is kept as long as it would
+be, since models read positions from it.
 """
 
 from __future__ import annotations
@@ -52,10 +54,15 @@ class Shell(nn.Module):
 
 
 class Passage:
-    """What the stand-ins of one view share: the hidden state received for the micro-batch that runs now."""
+    """What the stand-ins of one view share: the hidden states that come in and go out for the batch that runs now."""
 
     def __init__(self) -> None:
         self.received: Tensor | None = None
+        self.sent: Tensor | None = None
+
+    def note_output(self, block: nn.Module, _: Any, output: Any) -> None:
+        """Forward hook of the last own block."""
+        self.sent = output if isinstance(output, Tensor) else output[0]
 
 
 class PassThrough(Shell):
@@ -65,20 +72,33 @@ class PassThrough(Shell):
         super().__init__(original)
         # In plain boxes: the blocks and the passage of a view are not this module's children.
         self._follow: tuple[Passage, nn.Module, BlockForm] | None = None
-        self._leaves = False
+        self._leaves: Passage | None = None
+        self._layers = range(0)
 
-    def for_view(self, follow: tuple[Passage, nn.Module, BlockForm] | None, *, leaves: bool) -> PassThrough:
-        """A copy with a role: `follow` puts in what was received and answers in the form of that own block."""
+    def before_own(self, passage: Passage, block: nn.Module, form: BlockForm, layers: range) -> PassThrough:
+        """A copy that puts in what `passage` received, in the form of `block`; `layers`: it stands for these."""
+        copy = self._copy()
+        copy._follow, copy._layers = (passage, block, form), layers
+        return copy
+
+    def after_own(self, passage: Passage, layers: range) -> PassThrough:
+        """A copy that ends the forward, for all `layers` to come."""
+        copy = self._copy()
+        copy._leaves, copy._layers = passage, layers
+        return copy
+
+    def _copy(self) -> PassThrough:
         copy = type(self).__new__(type(self))
         copy.__dict__ = dict(self.__dict__)
-        copy._follow, copy._leaves = follow, leaves
         return copy
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The hidden state that came in, or that was received, in the form that a block returns."""
         hidden, _ = split_arguments(self, args, kwargs)
-        if self._leaves:
-            raise StageEnds(hidden)
+        _lengthen_caches(kwargs, self._layers, hidden)
+        if self._leaves is not None:
+            assert self._leaves.sent is not None
+            raise StageEnds(self._leaves.sent)
         if self._follow is None:
             return hidden
         passage, block, form = self._follow
@@ -114,6 +134,14 @@ class BlockForm:
         if any(isinstance(value, Tensor) and value.is_floating_point() for value in output[1:]):
             raise _cannot(block, f"returns {len(output)} values, more than one of them a tensor")
         self._length, self._kind = len(output), type(output)
+
+
+def _lengthen_caches(kwargs: dict[str, Any], layers: range, hidden: Tensor) -> None:
+    """Keep a cache of `layers` that are elsewhere as long as the sequence; keys of no width take no memory."""
+    for cache in (kwargs[name] for name in _CACHES if kwargs.get(name) is not None):
+        nothing = hidden.new_empty((hidden.shape[0], 1, hidden.shape[1], 0))
+        for layer in layers:
+            cache.update(nothing, nothing, layer)
 
 
 _CACHES = ("cache", "past_key_values", "past_key_value", "layer_past", "cache_params")

@@ -56,7 +56,7 @@ class View(nn.Module):
         except StageEnds as end:
             return end.hidden
         finally:
-            self._passage.received = None
+            self._passage.received = self._passage.sent = None
         assert self.is_last, "a stage before the last ends at its last block"
         return output
 
@@ -69,14 +69,18 @@ def build_view(model: nn.Module, applied: Applied, stage: int, passage: Passage,
     view = _copy(model, copies)
     blocks = view.get_submodule(cut.parts.blocks_prefix)
     first = blocks[own.start]  # type: ignore[index]
+    if own.stop < len(cut.parts.blocks):
+        blocks[own.stop - 1].register_forward_hook(passage.note_output)  # type: ignore[index]
     for index, original in enumerate(list(blocks.children())):
         if index in own:
             continue
         through = original if isinstance(original, PassThrough) else PassThrough(original)
-        follow = (passage, first, form) if index < own.start else None
-        blocks[index] = through.for_view(  # type: ignore[operator]
-            follow if follow is None or index == own.start - 1 else (Passage(), first, form), leaves=index == own.stop
-        )
+        if index < own.start:
+            # Only the last one before the own blocks puts in what was received.
+            entry = passage if index == own.start - 1 else Passage()
+            blocks[index] = through.before_own(entry, first, form, range(index, index + 1))  # type: ignore[operator]
+        elif index == own.stop:
+            blocks[index] = through.after_own(passage, range(index, len(cut.parts.blocks)))  # type: ignore[operator]
     return view
 
 

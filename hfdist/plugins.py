@@ -156,7 +156,7 @@ class PipelineParallelPlugin:
     # "auto": by the parameters of the layers, embeddings and head counted; or the number of layers of each stage.
     split: Literal["auto"] | tuple[int, ...] = "auto"
     # loss_fn(outputs, batch) -> mean loss of a micro-batch, in place of the model's own.
-    loss_fn: Callable[[Any, dict[str, Any]], Any] | None = None
+    loss_fn: Callable[[Any, Mapping[str, Any]], Any] | None = None
 
     def __post_init__(self) -> None:
         _require(

@@ -40,7 +40,7 @@ class Ledger:
     def __init__(self) -> None:
         self.claims: dict[str, Claim] = {}
         self.notices: list[str] = []
-        self.loss_fn: Callable[[Any, dict[str, Any]], Any] | None = None  # of a plugin: no other source can say it
+        self.loss_fn: Callable[[Any, Mapping[str, Any]], Any] | None = None  # of a plugin: no other source can say it
         self._excluded: list[tuple[str, object, str]] = []
         self._hints: dict[str, list[str]] = {}
 

@@ -306,7 +306,14 @@ class Engine:
     ) -> torch.Tensor:
         """Clip by the norm over the whole mesh; returns the norm before clipping, a plain 0-dim tensor."""
         listed = self.resolve(parameters)
-        total = norm.total_norm(listed, norm_type, self.meeting, part_of=self.part_of, stages=self.grid.pp_group)
+        parts = self.parts() if self.grid.model_groups else {}
+        total = norm.total_norm(
+            listed,
+            norm_type,
+            self.meeting,
+            part_of=lambda parameter: parts.get(id(parameter), norm.WHOLE),
+            stages=self.grid.pp_group,
+        )
         if error_if_nonfinite and not torch.isfinite(total):
             raise RuntimeError(
                 f"The total norm of order {norm_type} for gradients is non-finite, so it cannot be clipped; pass "

@@ -56,7 +56,8 @@ def apply_model_axes(
     parts = find_stage_parts(model) if pipeline is not None and grid.pp_group is not None else None
     split = SplitModel(model, grid, dict(names), sum(p.numel() for p in model.parameters()))
     if tensor is not None and grid.tp_group is not None:
-        split.tensor = apply_tensor_parallel(model, grid.tp_group, plan=tensor.plan)
+        plan = tensor.plan if tensor.plan == "auto" else dict(tensor.plan)
+        split.tensor = apply_tensor_parallel(model, grid.tp_group, plan=plan)
         split.name_ties()
     if parts is not None and pipeline is not None and grid.pp_group is not None:
         size = grid.pp_size

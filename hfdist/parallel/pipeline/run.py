@@ -5,7 +5,7 @@
     ... loss.backward() adds (gradient of the loss) x (what was set aside) to `.grad`
 
 So a loop may clear gradients before, between or after, divide the loss, add to it, drop it, or run an evaluation in
-between. The caller of the package fills three hooks: `before_run` (gather parameters), `add_gradients` (where they go;
+between. The caller of the package fills the hooks `before_run` and `after_run` (gather parameters, free them), `add_gradients` (where they go;
 the default is `.grad`), `loss_scale` (what the loss is multiplied by inside, for fp16).
 """
 
@@ -65,6 +65,7 @@ class Pipeline:
         self.num_micro_batches = num_micro_batches
         self.loss_fn = loss_fn
         self.before_run: Callable[[], None] = lambda: None
+        self.after_run: Callable[[], None] = lambda: None
         self.add_gradients: Callable[[Gradients, Tensor], None] = add_to_grad
         self.loss_scale: Callable[[], float] = lambda: 1.0
         # Called as watch(stage, kind, micro_batch, begins) around every computation.
@@ -94,9 +95,12 @@ class Pipeline:
         seed = agree(self.group, self.device, what=what, seed=seed, error=error)
         assert micro is not None
         self.before_run()
-        if not trains:
-            return self._evaluate(batch, micro)
-        value, gradients = self._train(micro, seed)
+        try:
+            if not trains:
+                return self._evaluate(batch, micro)
+            value, gradients = self._train(micro, seed)
+        finally:
+            self.after_run()
         scale = self._scale
         loss = loss_with(value, lambda factor: self.add_gradients(gradients, factor / scale))
         return PipelineOutput(loss=loss)  # type: ignore[arg-type]

@@ -393,6 +393,23 @@ class Accelerator(accelerate.Accelerator):
         out of memory and `ZeroPlugin(escalate_on_oom=True)`; else the error says which stage would fit."""
         return run_step(self, fn, batch)
 
+    # ----------------------------------------------------------------- ranks
+
+    @property
+    def dp_size(self) -> int:
+        """Ranks that read different batches: `num_processes` without tensor and pipeline parallelism."""
+        return self.engine.mesh.size
+
+    @property
+    def dp_rank(self) -> int:
+        """Which of them this process belongs to; ranks that hold different parts of one model share it."""
+        return self.engine.mesh.rank
+
+    def count_parameters(self, model: nn.Module) -> int:
+        """Parameters of the whole model (a tie once), however it is split."""
+        zero = self.engine.of(_inner(model))
+        return zero.split.num_parameters if zero.split is not None else sum(p.numel() for p in model.parameters())
+
     # ----------------------------------------------------------------- stage
 
     @property

@@ -229,6 +229,8 @@ def _launcher_imports_deepspeed(config: Path) -> bool:
 def _adopt(config: Path, environ: MutableMapping[str, str]) -> None:
     """Put the sections of `config` in `environ`; a precision that the launch itself was told stays."""
     for name, value in environment_of_yaml(config, num_processes=int(environ.get("WORLD_SIZE", "1"))).items():
+        if name == "ACCELERATE_DEEPSPEED_CONFIG_FILE" and value != "none":
+            value = str(config.parent / Path(value).name)  # the json beside the yaml, wherever the recipe is started
         said = environ.get(name)
         if said is None or (name == "ACCELERATE_MIXED_PRECISION" and said == "no"):
             environ[name] = value

@@ -19,7 +19,7 @@ from typing import Any
 from hfdist.config.deepspeed import read_deepspeed_environment, read_deepspeed_json
 from hfdist.config.fsdp import read_fsdp_environment, read_fsdp_plugin
 from hfdist.config.handlers import read_handlers
-from hfdist.config.launcher import find_launch_command, verify_yaml_sections
+from hfdist.config.launcher import find_json_beside_yaml, find_launch_command, verify_yaml_sections
 from hfdist.config.ledger import Ledger, Strength
 from hfdist.config.megatron import read_megatron_environment, read_megatron_plugin
 from hfdist.config.own import read_own_environment, read_plugins
@@ -103,6 +103,7 @@ def resolve_settings(
     command = find_launch_command()
     if command is not None and command.config_file is not None and launched_sections(environ):
         verify_yaml_sections(command.config_file)
+        environ = find_json_beside_yaml(environ, command.config_file)
     ledger = Ledger()
     read_own_environment(ledger, environ)
     read_plugins(ledger, plugins)

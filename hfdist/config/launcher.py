@@ -148,3 +148,13 @@ def environment_of_yaml(path: str | Path, *, num_processes: int) -> dict[str, st
     return {
         name: value for name, value in environ.items() if name.startswith(prefixes) and os.environ.get(name) != value
     }
+
+
+def find_json_beside_yaml(environ: Mapping[str, str], config_file: str | None) -> Mapping[str, str]:
+    """`environ` with a DeepSpeed json that is not found from here, but beside the yaml that names it, by that path."""
+    name = "ACCELERATE_DEEPSPEED_CONFIG_FILE"
+    source = environ.get(name, "")
+    if config_file is None or not source.endswith(".json") or Path(source).is_file():
+        return environ
+    beside = Path(config_file).parent / Path(source).name
+    return {**environ, name: str(beside)} if beside.is_file() else environ

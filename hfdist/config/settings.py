@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -62,7 +63,8 @@ def build_settings(ledger: Ledger, *, world_size: int | None) -> Settings:
     amp = _build_amp(ledger)
     zero_fields: dict[str, Any] = {name: ledger.value(name) for name in ZERO_FIELDS if name in ledger.claims}
     zero = ZeroPlugin(stage=ledger.value("zero_stage", 0), **zero_fields)  # type: ignore[arg-type]
-    tensor, pipeline = _build_tensor(ledger), _build_pipeline(ledger)
+    sizes = _model_sizes(ledger, world_size)
+    tensor, pipeline = _build_tensor(ledger, sizes["tp_size"]), _build_pipeline(ledger, sizes["pp_size"])
     if world_size is not None:
         model_ranks = (tensor.tp_size if tensor else 1) * (pipeline.pp_size if pipeline else 1)
         _verify_sizes(ledger, world_size, model_ranks, zero.dp_replicate_size)
@@ -102,25 +104,43 @@ def _verify_sizes(ledger: Ledger, world_size: int, model_ranks: int, replicas: i
         )
 
 
-def _build_tensor(ledger: Ledger) -> TensorParallelPlugin | None:
+def _model_sizes(ledger: Ledger, world_size: int | None) -> dict[str, int]:
+    """tp_size and pp_size with "all" resolved; an unknown number of processes is one."""
+    names = ("tp_size", "pp_size")
+    sizes = {name: ledger.value(name, 1) for name in names}
+    if sizes["tp_size"] == sizes["pp_size"] == "all":
+        raise ConfigError(
+            say(
+                given=f'tp_size and pp_size "all" ({_named(ledger, names)})',
+                expected="one of them as a number",
+                do="Name how many ranks split a layer.",
+            )
+        )
+    known = math.prod(size for size in sizes.values() if isinstance(size, int))
+    rest = max((world_size or 1) // known, 1)
+    return {name: size if isinstance(size, int) else rest for name, size in sizes.items()}
+
+
+def _build_tensor(ledger: Ledger, tp_size: int) -> TensorParallelPlugin | None:
     claimed = [name for name in TENSOR_FIELDS if name in ledger.claims]
-    if ledger.value("tp_size", 1) == 1:
+    if tp_size == 1:
         others = [name for name in claimed if name != "tp_size" and ledger.value(name)]
         if others:
             ledger.notice(f"{_named(ledger, others)}: no effect with tp_size 1")
         return None
-    return TensorParallelPlugin(**{TENSOR_FIELDS[name]: ledger.value(name) for name in claimed})  # type: ignore[arg-type]
+    fields: dict[str, Any] = {TENSOR_FIELDS[name]: ledger.value(name) for name in claimed}
+    return TensorParallelPlugin(**{**fields, "tp_size": tp_size})
 
 
-def _build_pipeline(ledger: Ledger) -> PipelineParallelPlugin | None:
+def _build_pipeline(ledger: Ledger, pp_size: int) -> PipelineParallelPlugin | None:
     claimed = [name for name in PIPELINE_FIELDS if name in ledger.claims]
-    if ledger.value("pp_size", 1) == 1:
+    if pp_size == 1:
         others = [name for name in claimed if name != "pp_size" and ledger.value(name) != 1]
         if others or ledger.loss_fn is not None:
             ledger.notice(f"{_named(ledger, others) or 'loss_fn'}: no effect with pp_size 1")
         return None
     fields: dict[str, Any] = {PIPELINE_FIELDS[name]: ledger.value(name) for name in claimed}
-    return PipelineParallelPlugin(loss_fn=ledger.loss_fn, **fields)
+    return PipelineParallelPlugin(loss_fn=ledger.loss_fn, **{**fields, "pp_size": pp_size})
 
 
 def _build_amp(ledger: Ledger) -> AmpPlugin | None:

@@ -19,6 +19,7 @@ from hfdist.config.values import (
     read_plan,
     read_positive,
     read_precision,
+    read_size,
     read_stage,
 )
 from hfdist.plugins import SCHEDULES
@@ -47,13 +48,13 @@ SETTINGS: dict[str, Setting] = {
     "escalate_on_oom": Setting(read_bool, "true: run_step answers an allocation failure by raising the stage."),
     "load_sharded": Setting(read_bool, "true: from_pretrained loads straight into shards."),
     # TensorParallelPlugin
-    "tp_size": Setting(read_count, "Ranks that split every layer between them; must divide the number of processes."),
+    "tp_size": Setting(read_size, "Ranks that split every layer between them; must divide the number of processes."),
     "tp_plan": Setting(
         read_plan, 'Module name with wildcards -> style ("colwise", "rowwise", ...), instead of "auto".'
     ),
     "sequence_parallel": Setting(read_bool, "true: what is between split layers is split along the sequence."),
     # PipelineParallelPlugin
-    "pp_size": Setting(read_count, "Ranks that have consecutive layers; must divide the number of processes."),
+    "pp_size": Setting(read_size, 'Ranks that have consecutive layers; "all": those that tp_size leaves.'),
     "pp_schedule": Setting(read_choice(*SCHEDULES), "Order of forwards and backwards; `hfdist schedule` draws each."),
     "num_micro_batches": Setting(read_count, "Micro-batches a batch is cut into on its way through the pipeline."),
     "num_virtual_stages": Setting(read_count, "Model stages a rank, for interleaved, zero-bubble and zbv schedules."),

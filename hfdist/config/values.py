@@ -69,6 +69,16 @@ def read_count(value: object) -> int:
     return number
 
 
+def read_size(value: object) -> int | str:
+    """A whole number of ranks, 1 or more, or "all": as many as the other axes leave."""
+    if str(value).strip().lower() == "all":
+        return "all"
+    try:
+        return read_count(value)
+    except ValueError:
+        raise ValueError('a whole number, 1 or more, or "all"') from None
+
+
 def read_nonnegative(value: object) -> float:
     """A finite number, 0 or more."""
     number = read_float(value)

@@ -86,10 +86,10 @@ def apply_sharding(
     loss_scale: Callable[[], float] = lambda: 1.0,
 ) -> None:
     """Shard what this rank has over its data axis, and lead what the outer axes need through it."""
+    zero.split = split
     apply_zero(zero, device, synchronise=synchronise)
     if split is None:
         return
-    zero.split = split
     if split.tensor is not None:
         zero.before_reduce = split.reduce_partial
     pipeline = split.pipeline

@@ -1,7 +1,7 @@
 """A pipeline stage under ZeRO: parameters gathered once before a schedule runs, gradients reduced once after it.
 
-A schedule runs the stage many times, forward and backward mixed, on plain whole parameters (`parallel/pipeline`). FSDP2's
-hooks would gather and reduce at each of these. Here they stay out of it:
+A schedule runs the stage many times, forward and backward mixed, on plain whole parameters (`parallel/pipeline`).
+FSDP2's hooks would gather and reduce at each of these. Here they stay out of it:
 
     before_run       every unit gathered                       (N-1)/N x P of the stage, at every stage of ZeRO
     the schedule     plain autograd; its gradients are set aside, whole

@@ -86,6 +86,8 @@ class ZeroModel:
         if module is self.model:
             # After FSDP2's own hook, so that it also finds the root at rest.
             self._after_forward = module.register_forward_hook(self._rest_after_forward)
+            if self.split is not None and self.split.tensor is not None:
+                self.split.tensor.finish_last()
         if name not in self.unit_numbers:
             self.unit_numbers[name] = self.meeting.unit(name)
         group = fsdp.param_group(module)

@@ -66,7 +66,15 @@ class Run:
         self._count_by_watching = zero_stage is not None or native
         self._given_stage = zero_stage
         self.device = next(model.parameters()).device if accelerator is None else accelerator.device
-        self.num_parameters = sum(getattr(p, "ds_numel", p.numel()) for p in model.parameters())
+        # Ranks that read different data: all of them, but for those that hold parts of one model between them.
+        own = accelerator is not None and not native and zero_stage is None
+        self.dp_size = accelerator.dp_size if own else self.world_size  # type: ignore[union-attr]
+        self.dp_rank = accelerator.dp_rank if own else self.rank  # type: ignore[union-attr]
+        self.num_parameters = (
+            accelerator.count_parameters(model)  # type: ignore[union-attr]
+            if own
+            else sum(getattr(p, "ds_numel", p.numel()) for p in model.parameters())
+        )
         self.precision = "no" if accelerator is None else str(accelerator.mixed_precision)
         self.step = 0
         self.losses: list[float] = []
@@ -138,12 +146,12 @@ class Run:
         """Mean loss over the held-out blocks, which the ranks share; every rank runs the same number of forwards."""
         import torch
 
-        rounds = -(-len(self.data.held_out) // (self.world_size * EVALUATION_BATCH))
+        rounds = -(-len(self.data.held_out) // (self.dp_size * EVALUATION_BATCH))
         total = torch.zeros(2, device=self.device)
         model.eval()
         with torch.no_grad():
             for number in range(rounds):
-                start = (number * self.world_size + self.rank) * EVALUATION_BATCH
+                start = (number * self.dp_size + self.dp_rank) * EVALUATION_BATCH
                 mine = range(start, min(start + EVALUATION_BATCH, len(self.data.held_out)))
                 # A rank without blocks of its own runs one all the same: its peers may need its shards.
                 blocks = [self.data.held_out[index] for index in mine] or [self.data.held_out[0]]
@@ -186,7 +194,7 @@ class Run:
 
         layout = Layout(
             stage=stage,
-            world_size=self.world_size,
+            world_size=self.dp_size,
             precision={"bf16": "bf16", "fp16": "fp16"}.get(self.precision, "fp32"),  # type: ignore[arg-type]
             micro_steps=self.accumulation,
         )

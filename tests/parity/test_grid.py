@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from tests.parity.grids import GridCell, check_grid
+from tests.parity.grids import GridCell, check_grid, plugins_of
+from tests.parity.test_tensor import VOCAB
 from tests.pool import Pools
+from tests.worker import make_accelerator
 
 CELLS = [
     # tensor parallelism and ZeRO
@@ -41,3 +43,29 @@ def test_grids(pool: Pools, cell: GridCell) -> None:
 )
 def test_stages_switch_live_on_a_grid(pool: Pools, cell: GridCell) -> None:
     check_grid(pool(cell.world_size), cell, switch=[3, 1, 0, 2])
+
+
+def _gathered_bytes(cell: GridCell) -> list[int]:
+    from hfdist.measure.wire import record_wire
+
+    accelerator = make_accelerator(plugins=plugins_of(cell))
+    model = accelerator.prepare(cell.build())
+    batch = cell.windows()[0][0][accelerator.dp_rank]
+    sent = []
+    for stage in (cell.stage, 3 - cell.stage):
+        accelerator.set_zero_stage(stage)
+        with record_wire() as wire:
+            output = model(**batch)
+            output.loss.backward()
+        sent.append(wire.by_op.get("all_gather", 0))
+    # Whoever reads the logits pays for them.
+    with record_wire() as wire:
+        assert model(**batch).logits.shape[-1] == VOCAB
+    return [*sent, wire.by_op["all_gather"]]
+
+
+def test_no_rank_gathers_logits_that_nobody_reads(pool: Pools) -> None:
+    """Also after a switch between stages, whose hooks on the model are new."""
+    for sent in pool(2).run(_gathered_bytes, GridCell(tp=2)):
+        assert sent[:2] == [0, 0]
+        assert sent[2] > 0

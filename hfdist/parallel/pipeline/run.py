@@ -5,8 +5,9 @@
     ... loss.backward() adds (gradient of the loss) x (what was set aside) to `.grad`
 
 So a loop may clear gradients before, between or after, divide the loss, add to it, drop it, or run an evaluation in
-between. The caller of the package fills the hooks `before_run` and `after_run` (gather parameters, free them), `add_gradients` (where they go;
-the default is `.grad`), `loss_scale` (what the loss is multiplied by inside, for fp16).
+between. The caller of the package fills the hooks `before_run` and
+`after_run` (gather parameters, free them), `add_gradients` (where they go; the default is `.grad`) and `loss_scale`
+(what the loss is multiplied by inside, for fp16).
 """
 
 from __future__ import annotations

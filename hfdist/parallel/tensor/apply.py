@@ -19,6 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 from transformers.utils import ModelOutput
 
 from hfdist.models.heads import HEAD_ARGUMENTS, Heads
@@ -41,7 +42,13 @@ class TensorParallel:
     layouts: dict[str, Layout]  # by parameter name, a tie once
     num_all_reduces: int  # of one forward; a backward has as many but for those of the embeddings
     run: Run
+    output_hook: RemovableHandle | None = None  # gives the model's output its lazy logits
     _undos: list[Callable[[], None]] = field(default_factory=list)
+
+    def finish_last(self) -> None:
+        """Run the output's hook after all that the model has by now: FSDP2's reads every field, and so would gather."""
+        if self.output_hook is not None:
+            self.model._forward_hooks.move_to_end(self.output_hook.id)  # type: ignore[attr-defined]
 
     def reduce_partial_gradients(self) -> None:
         """Sum gradients that are partial (`gradients`); once per optimizer step, on all ranks."""
@@ -116,7 +123,7 @@ def apply_plan(model: nn.Module, plan: Plan, ranks: Ranks) -> TensorParallel:
         parent = modules[name.rpartition(".")[0]]
         if style_name in ("colwise", "packed_colwise", "fused_colwise") and name in modules and has_dropout(parent):
             handle._undos += _hook_stream(run, modules[name], parent)
-    handle._undos += _hook_model(run, model, plan)
+    handle._undos += _hook_model(handle, run, model, plan)
     return handle
 
 
@@ -180,7 +187,7 @@ def _hook_stream(run: Run, column: nn.Module, parent: nn.Module) -> list[Callabl
     ]
 
 
-def _hook_model(run: Run, model: nn.Module, plan: Plan) -> list[Callable[[], None]]:
+def _hook_model(handle: TensorParallel, run: Run, model: nn.Module, plan: Plan) -> list[Callable[[], None]]:
     """The loss on parts of the logits, and no state of a pair left behind at the forward's end."""
     head = output_head(model)
     undos: list[Callable[[], None]] = []
@@ -202,7 +209,8 @@ def _hook_model(run: Run, model: nn.Module, plan: Plan) -> list[Callable[[], Non
         return lazy.wrap(output) if local and lazy is not None and isinstance(output, ModelOutput) else output
 
     undos.append(model.register_forward_pre_hook(pre, with_kwargs=True).remove)
-    undos.append(model.register_forward_hook(post, always_call=True).remove)
+    handle.output_hook = model.register_forward_hook(post, always_call=True)
+    undos.append(handle.output_hook.remove)
     return undos
 
 

@@ -86,6 +86,8 @@ class Pipeline:
         try:
             if trains:
                 self._check_training(batch, cached)
+            elif cached:
+                self._check_cache()
             micro = split_batch(self.model, batch, 1 if cached else self.num_micro_batches, pad=trains)
         except Exception as raised:
             error = raised
@@ -163,6 +165,16 @@ class Pipeline:
                     given="a key-value cache in training",
                     expected="whole sequences",
                     do="Leave the cache out, or run under torch.no_grad().",
+                )
+            )
+
+    def _check_cache(self) -> None:
+        if len(self.applied.stages) > 1:
+            raise ConfigError(
+                say(
+                    given=f"a key-value cache with {self.schedule}, which has several stages on a rank",
+                    expected="one stage a rank: the cache's length would change between a rank's stages",
+                    do="Call generate(..., use_cache=False), or choose 1f1b or gpipe.",
                 )
             )
 

@@ -149,6 +149,8 @@ class ZeroModel:
         (Stages 1 and 2 gather once more for the next forward: a copy that was kept could also be out of date by then.)
         After one with gradients: the backward must be announced, also of tensors that FSDP2 does not find in `output`.
         """
+        if module is not self.model:  # a pipeline stage's view: it is gathered around the whole schedule
+            return
         if not torch.is_grad_enabled():
             self.reshard()
             return

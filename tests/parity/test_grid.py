@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
-from tests.parity.grids import GridCell, check_grid, plugins_of
-from tests.parity.test_tensor import VOCAB
+from tests.parity.grids import TOLERANCE, GridCell, check_grid, plugins_of
+from tests.parity.test_tensor import VOCAB, Exact
 from tests.pool import Pools
 from tests.worker import make_accelerator
 
@@ -69,3 +70,48 @@ def test_no_rank_gathers_logits_that_nobody_reads(pool: Pools) -> None:
     for sent in pool(2).run(_gathered_bytes, GridCell(tp=2)):
         assert sent[:2] == [0, 0]
         assert sent[2] > 0
+
+
+def _evaluate_between(cell: GridCell) -> list[tuple[float, torch.Tensor, float]]:
+    """Before and after an update: loss and logits without gradients, then the loss in training."""
+    accelerator = make_accelerator(plugins=plugins_of(cell))
+    model = cell.build()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    seen = []
+    with Exact():
+        for window in cell.windows()[:2]:
+            batch = window[0][0]
+            model.eval()
+            with torch.no_grad():
+                output = model(**batch)
+            model.train()
+            assert all(type(p.data).__name__ == "DTensor" for p in model.parameters())
+            loss = model(**batch).loss
+            accelerator.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+            seen.append((output.loss.item(), output.logits, loss.item()))
+    return seen
+
+
+@pytest.mark.parametrize("stage", [0, 1, 3])
+@pytest.mark.parametrize("axes", [{"pp": 2, "micro_batches": 4}, {"tp": 2}, {"pp": 2, "tp": 2}], ids=str)
+def test_evaluation_between_steps(pool: Pools, axes: dict[str, int], stage: int) -> None:
+    """Every rank has the loss and the logits of the whole batch, and parameters are at rest afterwards."""
+    cell = GridCell(stage=stage, family="llama-kv2", **axes)
+    model = cell.build()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    want = []
+    with Exact():
+        for window in cell.windows()[:2]:
+            output = model(**window[0][0])
+            output.loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            want.append(output)
+    for rank, seen in enumerate(pool(cell.world_size).run(_evaluate_between, cell)):
+        for (evaluated, logits, trained), output in zip(seen, want, strict=True):
+            assert abs(evaluated - output.loss.item()) < TOLERANCE, rank
+            assert abs(trained - output.loss.item()) < TOLERANCE, rank
+            assert float((logits - output.logits).abs().max()) < TOLERANCE, rank

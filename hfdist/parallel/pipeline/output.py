@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any, ClassVar, NoReturn
 
 import torch
 from torch import Tensor
@@ -18,6 +18,9 @@ class PipelineOutput(ModelOutput):
     """`loss`: the same on every rank. There are no logits: the schedule has run its backward."""
 
     loss: torch.FloatTensor | None = None
+
+    # Number of the batch that `loss` is of, counted from 0; None where it is that of the batch given.
+    loss_batch: ClassVar[int | None] = None
 
     @property
     def logits(self) -> NoReturn:

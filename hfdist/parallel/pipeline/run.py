@@ -26,6 +26,7 @@ from hfdist.measure import wire
 from hfdist.parallel.pipeline import ties
 from hfdist.parallel.pipeline.agree import agree, describe_batch
 from hfdist.parallel.pipeline.apply import Applied
+from hfdist.parallel.pipeline.asynchronous import Asynchronous, Flight
 from hfdist.parallel.pipeline.forward_only import as_output, merge_outputs, run_forward, share_outputs
 from hfdist.parallel.pipeline.micro_batches import MicroBatches, split_batch
 from hfdist.parallel.pipeline.output import PipelineOutput, loss_with
@@ -75,6 +76,9 @@ class Pipeline:
         self._built: tuple[Any, Any, dict[int, Stage]] | None = None
         self._probed_dtype = _dtype_of(model)
         self._accepts = set(inspect.signature(model.forward).parameters)
+        self._asynchronous: Asynchronous | None = None
+        self._number = 0  # of the micro-batch that runs, over all batches
+        self._seed = 0
         self._install()
 
     # --- the face ---------------------------------------------------------------------------------------------------
@@ -88,10 +92,21 @@ class Pipeline:
         try:
             if trains:
                 self._check_training(batch, cached)
+            elif cached:
+                self._check_cache()
             micro = split_batch(self.model, batch, 1 if cached else self.num_micro_batches, pad=trains)
         except Exception as raised:
             error = raised
         seed = int(torch.randint(2**31, ())) if trains else 0
+        if self._asynchronous is not None and not trains:
+            self.drain()
+        if self._asynchronous is not None and not self._asynchronous.is_drained:
+            # Ranks do not wait for each other here; messages carry their shape.
+            if error is not None:
+                raise error
+            assert micro is not None
+            self.before_run()
+            return self._train_asynchronously(micro, self._seed)
         what = f"{describe_batch(batch)}, {'training' if trains else 'evaluation'}, {self._hidden_dtype()}"
         seed = agree(self.group, self.device, what=what, seed=seed, error=error)
         assert micro is not None
@@ -99,6 +114,8 @@ class Pipeline:
         try:
             if not trains:
                 return self._evaluate(batch, micro)
+            if self.schedule == "pipedream":
+                return self._train_asynchronously(micro, seed)
             value, gradients = self._train(micro, seed)
         finally:
             self.after_run()
@@ -118,6 +135,12 @@ class Pipeline:
                 f" (in the order of {self.runs}: {self.num_micro_batches} micro-batches for fewer than a rank each)"
             )
         return f"{self.applied.cut.describe()}\n{order}, {self.num_micro_batches} micro-batches"
+
+    def drain(self) -> None:
+        """Finish what an asynchronous schedule has in flight, on all ranks together; nothing for the others."""
+        if self._asynchronous is not None:
+            with torch.random.fork_rng(devices=_devices(self.device)):
+                self._asynchronous.drain()
 
     def undo(self) -> None:
         """Give `model.forward` back. What other ranks own stays away."""
@@ -171,6 +194,16 @@ class Pipeline:
                 )
             )
 
+    def _check_cache(self) -> None:
+        if len(self.applied.stages) > 1:
+            raise ConfigError(
+                say(
+                    given=f"a key-value cache with {self.schedule}, which has several stages on a rank",
+                    expected="one stage a rank: the cache's length would change between a rank's stages",
+                    do="Call generate(..., use_cache=False), or choose 1f1b or gpipe.",
+                )
+            )
+
     def _train(self, micro: MicroBatches, seed: int) -> tuple[Tensor, Gradients]:
         """(the loss, this rank's gradients): the schedule's forward and backward."""
         self._scale = self.loss_scale()
@@ -194,6 +227,40 @@ class Pipeline:
                 stage.release()
         ties.sum_shared_gradients(ties.shared_here(self.model, self.applied), gradients, self.group)
         return self._share_loss(losses), gradients
+
+    def _train_asynchronously(self, micro: MicroBatches, seed: int) -> PipelineOutput:
+        """The batch goes in; the loss and the gradients of the one before come out."""
+        if self._asynchronous is None:
+            self._asynchronous = Asynchronous(
+                self.group,
+                self.device,
+                ties.shared_here(self.model, self.applied),
+                set_number=lambda number: setattr(self, "_number", number),
+                watch=lambda *event: None if self.watch is None else self.watch(*event),
+            )
+        self._seed, self._scale = seed, self.loss_scale()
+        (index,) = self.applied.stages
+        view = View(self.model, self.applied, index, self._form)
+        view.on_block(lambda block: _reseed(seed, block, self._number), self.applied.cut.range_of(index).start)
+        losses: list[Tensor] = []
+        flight = Flight(
+            view,
+            view.use_copies(),
+            self._kwargs(micro, index),
+            self._finish(micro, losses),
+            (self.applied.cut.parts.hidden_shape_of(micro.rows_each, micro.length), self._hidden_dtype()),
+            len(micro.batches),
+            self._scale,
+            losses,
+        )
+        with torch.random.fork_rng(devices=_devices(self.device)):
+            value, batch, done = self._asynchronous.run(flight)
+        gradients, scale = (done.gradients, done.scale) if done is not None else ({}, 1.0)
+        value = value.to(torch.promote_types(self._hidden_dtype(), torch.float32))
+        loss = loss_with(value, lambda factor: self.add_gradients(gradients, factor / scale))
+        output = PipelineOutput(loss=loss)  # type: ignore[arg-type]
+        object.__setattr__(output, "loss_batch", batch)
+        return output
 
     def _schedule(self, hidden: tuple[tuple[int, ...], torch.dtype]) -> tuple[Any, dict[int, Stage]]:
         key = (hidden, self.device)

@@ -22,7 +22,6 @@ _SEVERAL = {
     "zero-bubble": ScheduleInterleavedZeroBubble,
     "zbv": ScheduleZBVZeroBubble,
 }
-SYNCHRONOUS = ("gpipe", "1f1b", *_SEVERAL)
 
 
 def resolve_schedule(
@@ -35,12 +34,12 @@ def resolve_schedule(
     planned = plan_schedule(
         name, num_ranks=num_ranks, num_micro_batches=num_micro_batches, num_virtual_stages=num_virtual_stages
     )
-    if name not in SYNCHRONOUS:
+    if name == "pipedream" and num_micro_batches < num_ranks:
         raise ConfigError(
             say(
-                given=f"schedule {name!r}",
-                expected=f"one of {', '.join(SYNCHRONOUS)}",
-                do="Choose one of them.",
+                given=f"{num_micro_batches} micro-batches on {num_ranks} ranks with pipedream",
+                expected="as many micro-batches as ranks, so that two versions of the weights are enough",
+                do=f"Use {num_ranks} micro-batches or more.",
             )
         )
     runs = "gpipe" if name == "1f1b" and num_micro_batches < num_ranks else name

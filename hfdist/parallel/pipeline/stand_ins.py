@@ -95,7 +95,7 @@ class PassThrough(Shell):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The hidden state that came in, or that was received, in the form that a block returns."""
         hidden, _ = split_arguments(self, args, kwargs)
-        _lengthen_caches(kwargs, self._layers, hidden)
+        _lengthen_caches([*args, *kwargs.values()], self._layers, hidden)
         if self._leaves is not None:
             assert self._leaves.sent is not None
             raise StageEnds(self._leaves.sent)
@@ -123,7 +123,8 @@ class BlockForm:
         return self._kind([hidden, *[None] * (self._length - 1)])
 
     def _learn(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        kwargs = {name: None if name in _CACHES else value for name, value in kwargs.items()}
+        args = tuple(None if _is_cache(value) else value for value in args)
+        kwargs = {name: None if _is_cache(value) else value for name, value in kwargs.items()}
         with torch.no_grad(), torch.random.fork_rng(devices=[]):
             output = block(*args, **kwargs)
         if isinstance(output, Tensor):
@@ -136,15 +137,16 @@ class BlockForm:
         self._length, self._kind = len(output), type(output)
 
 
-def _lengthen_caches(kwargs: dict[str, Any], layers: range, hidden: Tensor) -> None:
-    """Keep a cache of `layers` that are elsewhere as long as the sequence; keys of no width take no memory."""
-    for cache in (kwargs[name] for name in _CACHES if kwargs.get(name) is not None):
-        nothing = hidden.new_empty((hidden.shape[0], 1, hidden.shape[1], 0))
+def _is_cache(value: Any) -> bool:
+    return callable(getattr(value, "update", None)) and callable(getattr(value, "get_seq_length", None))
+
+
+def _lengthen_caches(values: list[Any], layers: range, hidden: Tensor) -> None:
+    """Keep a cache of `layers` that are elsewhere as long as the sequence, by keys of one head and width 1."""
+    for cache in {id(value): value for value in values if _is_cache(value)}.values():
+        nothing = hidden.new_zeros((hidden.shape[0], 1, hidden.shape[1], 1))
         for layer in layers:
             cache.update(nothing, nothing, layer)
-
-
-_CACHES = ("cache", "past_key_values", "past_key_value", "layer_past", "cache_params")
 
 
 def _cannot(block: nn.Module, what: str) -> ConfigError:

@@ -43,6 +43,21 @@ class View(nn.Module):
         self._model = build_view(model, applied, stage, self._passage, form)
         self.blocks = [self._model.get_submodule(name) for name in applied.cut.names_of(stage)]
 
+    def use_copies(self) -> dict[nn.Parameter, nn.Parameter]:
+        """Compute with copies of the parameters from now on: (the model's -> the copy)."""
+        copies: dict[nn.Parameter, nn.Parameter] = {}
+        for module in self._model.modules():
+            if not any(p is not None for p in module._parameters.values()):
+                continue
+            for parameter in module._parameters.values():
+                if parameter is not None and parameter not in copies:
+                    copy = nn.Parameter(parameter.detach().clone(), requires_grad=parameter.requires_grad)
+                    copies[parameter] = copy
+            module.__dict__["_parameters"] = {
+                name: None if p is None else copies[p] for name, p in module._parameters.items()
+            }
+        return copies
+
     def on_block(self, call: Callable[[int], None], first_index: int) -> None:
         """Call `call(index)` before each own block runs. `first_index`: the model's index of the first."""
         for index, block in enumerate(self.blocks, first_index):

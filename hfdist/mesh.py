@@ -32,7 +32,7 @@ class DataMesh:
     rank: int
     dp_replicate_size: int = 1
     timeout: datetime.timedelta | None = None  # of the groups' collectives; None: torch's default
-    _meshes: dict[tuple[int, int], DeviceMesh] = field(default_factory=dict)
+    _meshes: dict[tuple[int, int], DeviceMesh] = field(default_factory=dict)  # by shape; (0, n): groups of n ranks
     world_group: dist.ProcessGroup | None = None
 
     def __post_init__(self) -> None:
@@ -62,6 +62,25 @@ class DataMesh:
         if shape not in self._meshes:
             self._meshes[shape] = self._build(shape)
         return self._meshes[shape]
+
+    def secondary(self, size: int) -> DeviceMesh:
+        """2-D mesh of groups of `size` neighbouring ranks (dim 1), which must divide the shards of a replica."""
+        if (0, size) not in self._meshes:
+            num_shards = self.world_size // self.dp_replicate_size
+            if num_shards % size:
+                raise ConfigError(
+                    say(
+                        given=f"secondary_shard_size={size} on {num_shards} ranks that share one copy of the model",
+                        expected="a size that divides them",
+                        do=f"Choose one of {[n for n in range(2, num_shards + 1) if num_shards % n == 0]}.",
+                    )
+                )
+            ranks = torch.arange(self.world_size).view(-1, size)
+            across, inside = self._make_groups(ranks.T.tolist()), self._make_groups(ranks.tolist())
+            self._meshes[0, size] = DeviceMesh.from_group(
+                [across, inside], self.device_type, mesh=ranks, mesh_dim_names=("across", "inside")
+            )
+        return self._meshes[0, size]
 
     def _build(self, shape: tuple[int, int]) -> DeviceMesh:
         ranks = torch.arange(self.world_size).view(shape)

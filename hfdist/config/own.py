@@ -8,9 +8,9 @@ from collections.abc import Mapping, Sequence
 from hfdist.config.ledger import Ledger, Strength
 from hfdist.config.table import OTHER_VARIABLES
 from hfdist.errors import ConfigError, say
-from hfdist.plugins import AmpPlugin, ZeroPlugin
+from hfdist.plugins import AmpPlugin, LossPlugin, ZeroPlugin
 
-_FIELD_TO_SETTING = {"stage": "zero_stage", "dtype": "mixed_precision"}
+_FIELD_TO_SETTING = {"stage": "zero_stage", "dtype": "mixed_precision", "chunk_size": "loss_chunk_size"}
 
 
 def read_own_environment(ledger: Ledger, environ: Mapping[str, str]) -> None:
@@ -27,14 +27,14 @@ def read_plugins(ledger: Ledger, plugins: Sequence[object]) -> None:
     """Claims of `Accelerator(plugins=[...])`, stronger than all others.
 
     A field left at its default says nothing, so that `plugins=[ZeroPlugin(stage=3)]` keeps the yaml's other choices;
-    `stage` and `dtype`, which are what a plugin is for, always count.
+    `stage`, `dtype` and `chunk_size`, which are what a plugin is for, always count.
     """
     for position, plugin in enumerate(plugins):
-        if not isinstance(plugin, ZeroPlugin | AmpPlugin):
+        if not isinstance(plugin, ZeroPlugin | AmpPlugin | LossPlugin):
             raise ConfigError(
                 say(
                     given=f"plugins[{position}] of class {type(plugin).__name__}",
-                    expected="hfdist.ZeroPlugin or hfdist.AmpPlugin objects",
+                    expected="hfdist.ZeroPlugin, hfdist.AmpPlugin or hfdist.LossPlugin objects",
                     do="accelerate's own plugins go to their own arguments (deepspeed_plugin=, fsdp_plugin=, ...).",
                 )
             )

@@ -9,7 +9,7 @@ from typing import Any, Literal
 from hfdist.config.ledger import Ledger
 from hfdist.config.table import AMP_FIELDS, ZERO_FIELDS
 from hfdist.errors import ConfigError, say
-from hfdist.plugins import AmpPlugin, ZeroPlugin
+from hfdist.plugins import AmpPlugin, LossPlugin, ZeroPlugin
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,6 +22,8 @@ class Settings:
     zero: ZeroPlugin = dataclasses.field(default_factory=lambda: ZeroPlugin(stage=0))
     # None: full precision.
     amp: AmpPlugin | None = None
+    # None: logits of the whole batch, as the model does it.
+    loss: LossPlugin | None = None
     # Micro-steps per optimizer step.
     gradient_accumulation_steps: int = 1
     # Largest global norm, applied inside optimizer.step. None: nobody asked for clipping.
@@ -67,15 +69,38 @@ def build_settings(ledger: Ledger, *, world_size: int | None) -> Settings:
                 do=f"Choose one of {[n for n in range(1, world_size + 1) if world_size % n == 0]}.",
             )
         )
+    _check_options_of_the_wire(ledger, zero, world_size)
     loop: dict[str, Any] = {name: ledger.value(name) for name in _LOOP_FIELDS if name in ledger.claims}
     return Settings(
         zero=zero,
         amp=amp,
+        loss=LossPlugin(ledger.value("loss_chunk_size")) if "loss_chunk_size" in ledger.claims else None,  # type: ignore[arg-type]
         gradient_clipping=ledger.value("gradient_clipping") or None,  # type: ignore[arg-type]
         notices=ledger.all_notices(),
         origins=dict(ledger.origins()),
         **loop,
     )
+
+
+def _check_options_of_the_wire(ledger: Ledger, zero: ZeroPlugin, world_size: int | None) -> None:
+    """A secondary group must divide a replica; an option that does nothing at the stage a run starts with is said."""
+    secondary = zero.secondary_shard_size
+    if secondary is not None and world_size is not None:
+        num_shards = world_size // zero.dp_replicate_size
+        if num_shards % secondary:
+            divisors = [n for n in range(2, num_shards + 1) if num_shards % n == 0]
+            raise ConfigError(
+                say(
+                    given=f"secondary_shard_size = {secondary} from {ledger.claims['secondary_shard_size'].origin} and "
+                    f"{num_shards} ranks that share one copy of the model",
+                    expected="a size that divides them",
+                    do=f"Choose one of {divisors}." if divisors else "Leave it out.",
+                )
+            )
+    if secondary is not None and zero.stage != 3:
+        ledger.notice(f"secondary_shard_size = {secondary}: acts at stage 3 only, this run starts at {zero.stage}")
+    if zero.gather_dtype == "int8" and zero.stage == 0:
+        ledger.notice("gather_dtype = int8: nothing is gathered at stage 0, where this run starts")
 
 
 def _build_amp(ledger: Ledger) -> AmpPlugin | None:

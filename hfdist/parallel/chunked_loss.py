@@ -1,8 +1,9 @@
 """A causal language model's own loss without the logits of the whole batch.
 
-transformers' loss wants fp32 logits of every token: batch x sequence x vocabulary x 4 bytes, and as much again for their
-gradient. Here the head gives back its input instead (`UnbuiltLogits`), and the loss applies it to `chunk_size` tokens at
-a time; a chunk's logits are freed after its forward and computed again in its backward (`torch.utils.checkpoint`).
+transformers' loss wants fp32 logits of every token: batch x sequence x vocabulary x 4 bytes, and as much again for
+their gradient. Here the head gives back its input instead (`UnbuiltLogits`), and the loss applies it to `chunk_size`
+tokens at a time; a chunk's logits are freed after its forward and computed again in its backward
+(`torch.utils.checkpoint`).
 
     4 x 512 tokens, 32,000 words     logits 262 MB fp32     chunk_size=256: 33 MB, and the head computed twice
 
@@ -118,23 +119,22 @@ def apply_chunked_loss(model: nn.Module, chunk_size: int) -> Callable[[], None]:
     Raises ConfigError for a model without a language-model head or whose loss is not transformers' ForCausalLMLoss.
     """
     inner = verify_chunked_loss(model)
-    head = inner.get_output_embeddings()
-    forward, build, own_loss = inner.forward, head.forward, inner.__dict__.get("_loss_function")
-    active = False
+    before = {name: inner.__dict__[name] for name in ("forward", "_loss_function") if name in inner.__dict__}
+    forward = inner.forward
 
     @functools.wraps(forward)
-    def forward_with_labels(*args: Any, **kwargs: Any) -> Any:
-        nonlocal active
-        before = active
-        active = inner.training and torch.is_grad_enabled() and kwargs.get("labels") is not None
+    def forward_over_chunks(*args: Any, **kwargs: Any) -> Any:
+        if not inner.training or not torch.is_grad_enabled() or kwargs.get("labels") is None:
+            return forward(*args, **kwargs)
+        head = inner.get_output_embeddings()  # now: the vocabulary may have been resized
+        build, patched = head.forward, head.__dict__.get("forward")
+        head.forward = lambda hidden: UnbuiltLogits(build, hidden)
         try:
             return forward(*args, **kwargs)
         finally:
-            active = before
-
-    @functools.wraps(build)
-    def give_back(hidden: torch.Tensor) -> Any:
-        return UnbuiltLogits(build, hidden) if active else build(hidden)
+            del head.forward
+            if patched is not None:
+                head.forward = patched
 
     @functools.wraps(inner.loss_function)
     def loss_over_chunks(logits: Any, labels: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -144,18 +144,14 @@ def apply_chunked_loss(model: nn.Module, chunk_size: int) -> Callable[[], None]:
 
         return ForCausalLMLoss(logits, labels, *args, **kwargs)
 
-    inner.forward, head.forward, inner._loss_function = forward_with_labels, give_back, loss_over_chunks
+    inner.forward, inner._loss_function = forward_over_chunks, loss_over_chunks
 
     def undo() -> None:
-        for module, name, ours in (
-            (inner, "forward", forward_with_labels),
-            (head, "forward", give_back),
-            (inner, "_loss_function", loss_over_chunks),
-        ):
-            if module.__dict__.get(name) is ours:
-                del module.__dict__[name]
-        if own_loss is not None:
-            inner._loss_function = own_loss
+        for name, ours in (("forward", forward_over_chunks), ("_loss_function", loss_over_chunks)):
+            if inner.__dict__.get(name) is ours:
+                del inner.__dict__[name]
+                if name in before:
+                    inner.__dict__[name] = before[name]
 
     return undo
 

@@ -88,7 +88,9 @@ def main() -> None:
     from hfdist.recipe import load_data, load_tokenizer
     from hfdist.recipe.arguments import RecipeArguments
 
-    recipe = RecipeArguments("wire_options", model=args.model, steps=args.steps, batch_size=size, seq_len=args.seq_len)
+    recipe = RecipeArguments(
+        recipe="wire_options", model=args.model, steps=args.steps, batch_size=size, seq_len=args.seq_len
+    )
     if rank == 0:
         load_data(recipe, load_tokenizer(recipe))  # the cache, once
     dist.barrier()

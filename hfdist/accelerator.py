@@ -23,7 +23,7 @@ from hfdist import comm
 from hfdist.checkpoint import state as checkpoint
 from hfdist.checkpoint import whole
 from hfdist.config import resolve_engine, resolve_settings
-from hfdist.engine import norm, repoint
+from hfdist.engine import data, norm, repoint
 from hfdist.engine.core import Engine
 from hfdist.engine.loss import LossWeights
 from hfdist.engine.optimizer import ZeroOptimizer
@@ -31,9 +31,10 @@ from hfdist.engine.recover import run_step
 from hfdist.engine.scaler import LossScaler
 from hfdist.errors import ConfigError, say
 from hfdist.launch import engine_environment
-from hfdist.mesh import DataMesh, forget_meshes
+from hfdist.mesh import Grid, forget_meshes
 from hfdist.parallel import amp as precision
 from hfdist.parallel import fsdp, loading
+from hfdist.parallel.apply import apply_model_axes, apply_sharding
 from hfdist.parallel.chunked_loss import apply_chunked_loss, verify_chunked_loss
 from hfdist.parallel.switch import switch_stage, verify_between_steps
 from hfdist.parallel.zero import ZeroModel, apply_zero, build_zero_model
@@ -73,7 +74,10 @@ class Accelerator(accelerate.Accelerator):
             norm.redirect_torch_clipping(self.engine),
             fsdp.reduce_before_item(weakref.ref(self.engine.meeting)),
         ]
-        if self.settings.zero.load_sharded or (self.settings.zero.load_sharded is None and self.zero_stage == 3):
+        shards_at_load = self.settings.zero.load_sharded or (
+            self.settings.zero.load_sharded is None and self.zero_stage == 3
+        )
+        if shards_at_load and not self.engine.grid.model_groups:  # split and cut models are loaded whole first
             masters = torch.float32 if self.settings.amp is not None else None
             self._undo_outside.append(loading.load_into_shards(weakref.WeakMethod(self._shard_on_meta), masters))
         if self.is_main_process:
@@ -81,26 +85,34 @@ class Accelerator(accelerate.Accelerator):
                 logger.warning(notice)
 
     def _build_engine(self) -> Engine:
-        settings, world = self.settings, self.num_processes
+        settings = self.settings
         timeout = self.init_handler.timeout if self.init_handler is not None else None
-        mesh = DataMesh(
-            self.device.type, world, self.process_index, settings.zero.dp_replicate_size, timeout=timeout
-        )  # fmt: skip
+        grid = Grid(
+            self.device.type,
+            self.num_processes,
+            self.process_index,
+            pp_size=settings.pipeline.pp_size if settings.pipeline else 1,
+            tp_size=settings.tensor.tp_size if settings.tensor else 1,
+            dp_replicate_size=settings.zero.dp_replicate_size,
+            timeout=timeout,
+        )
+        mesh = grid.data
         on_gloo = self.device.type == "cpu"
         meeting = comm.Meeting(
-            self.process_index,
-            world,
+            mesh.rank,
+            mesh.size,
             mesh.coordinates,
+            mesh.gloo_group if self.num_processes > 1 else None,
             stall_timeout=settings.stall_timeout,
             **({"timeout": timeout.total_seconds()} if timeout is not None else {}),
             enabled=on_gloo or settings.zero.conditional_modules or settings.zero.escalate_on_oom,
             device=self.device,
-            device_group=mesh.world_group,
+            device_group=mesh.group,
         )
         engine = Engine(
-            mesh,
+            grid,
             meeting,
-            LossWeights(world, meeting, mesh.world_group, settings.loss_weighting == "tokens"),
+            LossWeights(mesh.size, meeting, mesh.group, settings.loss_weighting == "tokens"),
             settings.amp,
             self.device,
             gradient_clipping=settings.gradient_clipping,
@@ -108,7 +120,7 @@ class Accelerator(accelerate.Accelerator):
             autocast_options=self.autocast_handler.to_kwargs() if self.autocast_handler is not None else {},
         )
         if settings.amp is not None and settings.amp.dtype == "fp16":
-            engine.scaler = LossScaler(settings.amp, self.device.type, meeting, engine.name_of)
+            engine.scaler = LossScaler(settings.amp, self.device.type, engine.any_rank, engine.name_of)
         if settings.zero.conditional_modules:
             engine.serve_conditional()
         if settings.zero.escalate_on_oom:
@@ -198,13 +210,15 @@ class Accelerator(accelerate.Accelerator):
     def _shard(self, model: nn.Module) -> None:
         if self.settings.amp is not None:
             precision.make_masters(model)
-        zero = self._build_zero(model)
         before = dict(model.named_parameters(remove_duplicate=False))
+        split = apply_model_axes(model, self.engine.grid, tensor=self.settings.tensor, pipeline=self.settings.pipeline)
+        zero = self._build_zero(model)
         backend = self.state.dynamo_plugin.backend.value.lower()
         if backend != "no":
             for _, block in zero.blocks:
                 block.compile(**self.state.dynamo_plugin.to_kwargs())
-        apply_zero(zero, self.device)
+        scaler = self.engine.scaler
+        apply_sharding(zero, split, self.device, loss_scale=(lambda: 1.0) if scaler is None else scaler.get_scale)
         self.engine.models.append(zero)
         repoint.follow(self.engine, before, model, self._optimizers)
 
@@ -245,11 +259,45 @@ class Accelerator(accelerate.Accelerator):
             return optimizer
         repoint.point_to_shards(self.engine, optimizer)
         wrapped = ZeroOptimizer(optimizer, self.engine)
-        if self._zero_stage > 0 and self.num_processes > 1:
+        split = any(zero.split is not None for zero in self.engine.models)
+        if split or (self._zero_stage > 0 and self.num_processes > 1):
             wrapped.local.check()
+        if split:
+            self.engine.refuse_whole_updates(wrapped)
         self.engine.optimizers.append(wrapped)
         self._optimizers.append(wrapped)
         return wrapped
+
+    def prepare_data_loader(
+        self, data_loader: Any, device_placement: bool | None = None, slice_fn_for_dispatch: Any = None
+    ) -> Any:
+        """accelerate's loader; ranks that hold different parts of one model get the same batches."""
+        if not self.engine.grid.model_groups or getattr(data_loader, "_is_accelerate_prepared", False):
+            return super().prepare_data_loader(data_loader, device_placement, slice_fn_for_dispatch)
+        prepared = data.shard_data_loader(
+            self, data_loader, self.engine.mesh, device_placement=device_placement, slice_fn=slice_fn_for_dispatch
+        )
+        self._dataloaders.append(prepared)
+        return prepared
+
+    def gather(self, tensor: Any) -> Any:
+        """accelerate's `gather`, each dp rank's tensors once."""
+        return data.gather(tensor, self.engine.mesh) if self.engine.grid.model_groups else super().gather(tensor)
+
+    def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
+        """accelerate's `gather_for_metrics` (what filled the last batch is dropped), each dp rank's data once."""
+        tensors = not use_gather_object and data.all_tensors(input_data)
+        if tensors or not self.engine.grid.model_groups:
+            return super().gather_for_metrics(input_data, use_gather_object)
+        listed = data.gather_objects(input_data, self.engine.mesh)
+        state = self.gradient_state
+        return listed[: state.remainder] if state.end_of_dataloader and state.remainder > 0 else listed
+
+    def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
+        """accelerate's `reduce`, each dp rank's tensors once."""
+        if not self.engine.grid.model_groups:
+            return super().reduce(tensor, reduction, scale)
+        return data.reduce(tensor, self.engine.mesh, reduction)
 
     def prepare_scheduler(self, scheduler: torch.optim.lr_scheduler.LRScheduler) -> Any:
         """accelerate's wrapper: `num_processes` steps per update, or one with `scheduler_step="update"`."""

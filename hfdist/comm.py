@@ -59,11 +59,16 @@ class StepAborted(DistributedError):
 
 @dataclass
 class Meeting:
-    """All ranks' announcements before one collective. `names` maps unit numbers to module names, equal on all ranks."""
+    """The announcements of the ranks of one data axis before a collective of theirs; `rank` counts along it.
+
+    `names` maps unit numbers to module names, equal on all ranks. `make_group(timeout)` makes the gloo
+    group they meet on.
+    """
 
     rank: int
     world_size: int
-    coordinates: Callable[[int], str]  # global rank -> "dp=1", how messages name a rank
+    coordinates: Callable[[int], str]  # rank -> "dp=1", how messages name a rank
+    make_group: Callable[[datetime.timedelta], dist.ProcessGroup] | None = None
     stall_timeout: float = 5.0  # seconds of waiting after which the wait is reported
     timeout: float = 1800.0  # seconds after which a wait is an error
     enabled: bool = True
@@ -75,10 +80,10 @@ class Meeting:
     device_group: dist.ProcessGroup | None = None
 
     def __post_init__(self) -> None:
-        if self.world_size > 1 and self.enabled:
+        if self.make_group is not None and self.enabled:
             # gloo's own limit comes after ours, whose error says more.
-            limit = datetime.timedelta(seconds=self.timeout + 60)
-            self.group = dist.new_group(list(range(self.world_size)), backend="gloo", timeout=limit)
+            group = self.make_group(datetime.timedelta(seconds=self.timeout + 60))
+            self.group = group if self.world_size > 1 else None
         self._codes = torch.zeros(self.world_size, dtype=torch.int64)
         self._mine = torch.zeros(1, dtype=torch.int64)
         self._awaited: _Awaited | None = None

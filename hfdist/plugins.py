@@ -6,14 +6,16 @@ right reads them. A value that can never be right is refused here, on constructi
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from hfdist.errors import ConfigError, say
 
 ComputeMode = Literal["mixed", "cast", "autocast"]
 ReduceDtype = Literal["fp32", "compute", "bf16"]
 GatherDtype = Literal["compute", "int8"]
+SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero-bubble", "zbv", "pipedream")
 
 
 def _require(ok: bool, *, given: str, expected: str, do: str) -> None:
@@ -156,4 +158,71 @@ class LossPlugin:
         )
 
 
-Plugin = ZeroPlugin | AmpPlugin | LossPlugin
+@dataclass(frozen=True, kw_only=True)
+class TensorParallelPlugin:
+    """Every layer split over `tp_size` ranks (Megatron-LM, Shoeybi et al. 2019, arXiv:1909.08053)."""
+
+    # Ranks that hold one model between them, layer by layer; must divide the number of processes.
+    tp_size: int = 2
+    # "auto": the model's own plan (transformers' `tp_plan`), or one found from its structure and verified. Else module
+    # name with wildcards -> style, in transformers' words: {"model.layers.*.mlp.up_proj": "colwise", ...}.
+    plan: Literal["auto"] | Mapping[str, str] = "auto"
+    # Norms and dropout between the split layers also split, along the sequence (Korthikanti et al. 2022).
+    sequence_parallel: bool = False
+
+    def __post_init__(self) -> None:
+        _require(
+            type(self.tp_size) is int and self.tp_size >= 1,
+            given=f"TensorParallelPlugin(tp_size={self.tp_size!r})",
+            expected="a whole number of ranks, 1 or more",
+            do="1 splits nothing.",
+        )
+        _require(
+            self.plan == "auto" or (isinstance(self.plan, Mapping) and len(self.plan) > 0),
+            given=f"TensorParallelPlugin(plan={self.plan!r})",
+            expected='"auto" or a mapping of module names to styles with at least one rule',
+            do='Use "auto", or name what is to be split: an empty plan splits nothing and is no tensor parallelism.',
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class PipelineParallelPlugin:
+    """Consecutive layers on `pp_size` ranks, a batch cut into micro-batches that follow each other through them."""
+
+    # Ranks that hold one model between them, stage by stage; must divide the number of processes.
+    pp_size: int = 2
+    # "gpipe", "1f1b", "interleaved", "zero-bubble", "zbv" or "pipedream" (`hfdist schedule` draws each).
+    schedule: str = "1f1b"
+    # Micro-batches that each rank's batch is cut into. None: as many as there are stages.
+    num_micro_batches: int | None = None
+    # Model stages a rank; 1, or 2 where the schedule needs several.
+    num_virtual_stages: int | None = None
+    # "auto": by the parameters of the layers, embeddings and head counted; or the number of layers of each stage.
+    split: Literal["auto"] | tuple[int, ...] = "auto"
+    # loss_fn(outputs, batch) -> mean loss of a micro-batch, in place of the model's own.
+    loss_fn: Callable[[Any, dict[str, Any]], Any] | None = None
+
+    def __post_init__(self) -> None:
+        _require(
+            type(self.pp_size) is int and self.pp_size >= 1,
+            given=f"PipelineParallelPlugin(pp_size={self.pp_size!r})",
+            expected="a whole number of ranks, 1 or more",
+            do="1 cuts nothing.",
+        )
+        _require(
+            self.schedule in SCHEDULES,
+            given=f"PipelineParallelPlugin(schedule={self.schedule!r})",
+            expected=f"one of {', '.join(SCHEDULES)}",
+            do='"1f1b" holds fewest activations of those without virtual stages.',
+        )
+        for name in ("num_micro_batches", "num_virtual_stages"):
+            value = getattr(self, name)
+            _require(
+                value is None or (type(value) is int and value >= 1),
+                given=f"PipelineParallelPlugin({name}={value!r})",
+                expected="a whole number, 1 or more",
+                do="Leave it out for the default.",
+            )
+
+
+Plugin = ZeroPlugin | AmpPlugin | LossPlugin | TensorParallelPlugin | PipelineParallelPlugin

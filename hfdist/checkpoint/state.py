@@ -54,7 +54,11 @@ def save_state(accelerator: Accelerator, output_dir: str | os.PathLike[str] | No
         (directory / _LAYOUT).unlink(missing_ok=True)
     accelerator.wait_for_everyone()
     tensors = _tensors(accelerator.engine)
-    dcp.save(tensors, checkpoint_id=str(directory / _TENSORS), process_group=accelerator.engine.mesh.world_group)
+    dcp.save(
+        tensors,
+        checkpoint_id=str(_tensor_directory(accelerator.engine, directory)),
+        process_group=accelerator.engine.mesh.group,
+    )
     save_accelerator_state(
         str(directory),
         [],
@@ -70,8 +74,13 @@ def save_state(accelerator: Accelerator, output_dir: str | os.PathLike[str] | No
         save_custom_state(
             custom, str(directory), index, save_on_each_node=accelerator.project_configuration.save_on_each_node
         )
+    layout = json.dumps(_layout(accelerator), indent=2)
+    if accelerator.engine.grid.model_groups:
+        if accelerator.engine.mesh.rank == 0:
+            (_tensor_directory(accelerator.engine, directory) / _LAYOUT).write_text(layout)
+        accelerator.wait_for_everyone()
     if accelerator.is_main_process:
-        (directory / _LAYOUT).write_text(json.dumps(_layout(accelerator), indent=2))
+        (directory / _LAYOUT).write_text(layout)
     accelerator.project_configuration.iteration += 1
     accelerator.wait_for_everyone()
     return str(directory)
@@ -93,8 +102,13 @@ def load_state(accelerator: Accelerator, input_dir: str | os.PathLike[str] | Non
         hook(list(accelerator._models), str(directory))
     _allocate_optimizer_state(accelerator.engine, directory)
     tensors = _tensors(accelerator.engine)
-    dcp.load(tensors, checkpoint_id=str(directory / _TENSORS), process_group=accelerator.engine.mesh.world_group)
-    _put_back(accelerator.engine, tensors, json.loads((directory / _LAYOUT).read_text()))
+    dcp.load(
+        tensors,
+        checkpoint_id=str(_tensor_directory(accelerator.engine, directory)),
+        process_group=accelerator.engine.mesh.group,
+    )
+    own = _tensor_directory(accelerator.engine, directory) if accelerator.engine.grid.model_groups else directory
+    _put_back(accelerator.engine, tensors, json.loads((own / _LAYOUT).read_text()))
     attributes = load_accelerator_state(
         str(directory),
         [],
@@ -112,6 +126,12 @@ def load_state(accelerator: Accelerator, input_dir: str | os.PathLike[str] | Non
         load_custom_state(custom, str(directory), index)
     accelerator.engine.weights.end_window()
     accelerator.wait_for_everyone()
+
+
+def _tensor_directory(engine: Engine, directory: Path) -> Path:
+    """Where the ranks that share one part of the model write: one folder, or one for each tensor and pipeline rank."""
+    grid = engine.grid
+    return directory / _TENSORS / f"pp{grid.pp_rank}_tp{grid.tp_rank}" if grid.model_groups else directory / _TENSORS
 
 
 def _run_save_hooks(accelerator: Accelerator, directory: Path) -> None:
@@ -171,7 +191,7 @@ def _as_split(value: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
 
 def _allocate_optimizer_state(engine: Engine, directory: Path) -> None:
     """Empty tensors for every state entry the checkpoint has, for torch.distributed.checkpoint to fill."""
-    saved = dcp.FileSystemReader(str(directory / _TENSORS)).read_metadata().state_dict_metadata
+    saved = dcp.FileSystemReader(str(_tensor_directory(engine, directory))).read_metadata().state_dict_metadata
     names = _names(engine)
     for index, optimizer in enumerate(engine.optimizers):
         held = optimizer.local.held_here()
@@ -222,6 +242,8 @@ def _layout(accelerator: Accelerator) -> dict[str, Any]:
         "zero_stage": accelerator.zero_stage,
         "num_processes": accelerator.num_processes,
         "dp_replicate_size": engine.mesh.dp_replicate_size,
+        "pp_size": engine.grid.pp_size,
+        "tp_size": engine.grid.tp_size,
         "optimizers": [
             [
                 {k: _plain(v) for k, v in group.items() if k not in ("params", "param_names")}
@@ -256,8 +278,8 @@ def _check_layout(accelerator: Accelerator, directory: Path) -> None:
             )
         )
     saved, now = json.loads(path.read_text()), _layout(accelerator)
-    for key in ("zero_stage", "num_processes", "dp_replicate_size"):
-        if saved[key] != now[key]:
+    for key in ("zero_stage", "num_processes", "dp_replicate_size", "pp_size", "tp_size"):
+        if saved.setdefault(key, 1) != now[key]:
             raise ConfigError(
                 say(
                     given=f"a checkpoint written with {key}={saved[key]}",

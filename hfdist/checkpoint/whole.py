@@ -33,9 +33,11 @@ def whole_state_dict(engine: Engine, model: nn.Module, *, keep: bool = True) -> 
     """`model.state_dict()` of whole plain tensors, tied entries sharing memory. `keep=False`: take part, keep none."""
     if any(shard_groups(p) for p in model.parameters()):  # whole on every rank: nothing to meet for, as under DDP
         engine.meeting.run(comm.SAVE)
+    split = None
     for zero in engine.models:
         if zero.model is model:
             zero.reshard()
+            split = zero.split
     named = dict(model.named_parameters(remove_duplicate=False))
     seen: dict[int, torch.Tensor] = {}
     state: dict[str, Any] = {}
@@ -43,10 +45,10 @@ def whole_state_dict(engine: Engine, model: nn.Module, *, keep: bool = True) -> 
         identity = id(named.get(name, value))
         if identity not in seen:
             whole = whole_tensor(value) if isinstance(value, torch.Tensor) else value
-            seen[identity] = whole if keep else torch.empty(0)
-        if keep:
+            seen[identity] = whole if keep or split is not None else torch.empty(0)
+        if keep or split is not None:
             state[name] = seen[identity]
-    return state
+    return state if split is None else split.whole_state(state, keep=keep)
 
 
 def let_save_pretrained_gather(engine: Engine, model: nn.Module) -> Callable[[], None]:
@@ -58,7 +60,7 @@ def let_save_pretrained_gather(engine: Engine, model: nn.Module) -> Callable[[],
 
     @functools.wraps(original)
     def save_pretrained(save_directory: Any, is_main_process: bool | None = None, **kwargs: Any) -> Any:
-        main = engine.mesh.rank == 0 if is_main_process is None else is_main_process
+        main = engine.grid.rank == 0 if is_main_process is None else is_main_process
         state = kwargs.pop("state_dict", None)
         if state is None:
             state = whole_state_dict(engine, model, keep=main)
@@ -117,6 +119,8 @@ def let_load_whole(zero: ZeroModel) -> Callable[[], None]:
     @torch.no_grad()
     def take_rows(module: nn.Module, state: dict[str, Any], prefix: str, *unused: object) -> None:
         zero.reshard()
+        if zero.split is not None:
+            zero.split.own_part(state, prefix)
         shards = {id(param.sharded_param): param for param in fsdp.iterate_params(zero.modules)}
         for name, parameter in module.named_parameters(remove_duplicate=False):
             param, value = shards.get(id(parameter)), state.get(prefix + name)
@@ -139,6 +143,14 @@ def gathered_parameters(engine: Engine, model: nn.Module, modifier_rank: int | N
     ConfigError, on leaving, for a parameter of another shape, removed or untied; the others are kept.
     """
     zero = engine.of(model)
+    if zero.split is not None:
+        raise ConfigError(
+            say(
+                given="gathered_parameters() of a model that is split over tensor or pipeline ranks",
+                expected="a model that is sharded by ZeRO alone",
+                do="Read with accelerator.get_state_dict(model), write with model.load_state_dict().",
+            )
+        )
     engine.meeting.run(comm.SAVE)
     zero.reshard()
     params = list(fsdp.iterate_params(zero.modules))
@@ -195,12 +207,12 @@ def _keep(plain: dict[fsdp.FSDPParam, nn.Parameter], engine: Engine, modifier_ra
     """Put this rank's rows of the `plain` whole parameters (and what is frozen) into the shards, and register those."""
     trains = torch.tensor([p.requires_grad for p in plain.values()], dtype=torch.uint8, device=engine.device)
     if modifier_rank is not None:
-        comm.broadcast(trains, engine.mesh.world_group, src=modifier_rank, label="what is frozen")
+        comm.broadcast(trains, engine.mesh.group, src=modifier_rank, label="what is frozen")
     for (param, written), train in zip(plain.items(), trains.tolist(), strict=True):
         shard = fsdp.local_shard(param)
         values = written.detach().to(shard.device, shard.dtype).contiguous()
         if modifier_rank is not None:
-            comm.broadcast(values, engine.mesh.world_group, src=modifier_rank, label="written parameters")
+            comm.broadcast(values, engine.mesh.group, src=modifier_rank, label="written parameters")
         shard.copy_(fsdp.take_shard(param, values))
         param.sharded_param.requires_grad_(bool(train))
         param.__dict__.pop("reset_sharded_param", None)

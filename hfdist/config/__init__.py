@@ -224,7 +224,7 @@ def _read_plugin_arguments(ledger: Ledger, kwargs: Mapping[str, Any], environ: M
     if kwargs.get("megatron_lm_plugin") is not None:
         read_megatron_plugin(ledger, kwargs["megatron_lm_plugin"])
     if kwargs.get("torch_tp_plugin") is not None:
-        ledger.later("tp_size", kwargs["torch_tp_plugin"].tp_size, origin="Accelerator(torch_tp_plugin=)")
+        ledger.claim("tp_size", kwargs["torch_tp_plugin"].tp_size, origin="Accelerator(torch_tp_plugin=)")
     if kwargs.get("parallelism_config") is not None:
         read_parallelism_object(ledger, kwargs["parallelism_config"], environ)
 

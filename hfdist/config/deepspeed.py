@@ -95,6 +95,10 @@ def read_deepspeed_json(ledger: Ledger, content: Mapping[str, object], *, origin
     ):
         if content.get(name) is not None:
             _walk(ledger, _section(content[name], name, origin), table, path=f"{name}.", origin=origin)
+    for name in ("autotp_size", "tp_size"):
+        size = _section(content.get("tensor_parallel") or {}, "tensor_parallel", origin).get(name)
+        if not is_unsaid(size) and str(size) != "0":  # DeepSpeed's word for none
+            ledger.claim("tp_size", size, origin=f"{origin}, tensor_parallel.{name}")
     for name, build in (("optimizer", "torch.optim.AdamW(model.parameters(), ...)"), ("scheduler", "a scheduler")):
         if content.get(name):
             ledger.refuse(

@@ -72,7 +72,9 @@ TOP: dict[str, Rule] = {
     "tensor_parallel": HANDLED,
     "expert_parallel": Later("ep_size"),
     "sequence_parallel_size": Later("sp_size"),
-    "pipeline": Later("pp_size"),
+    "pipeline": Refused(
+        "a configuration without DeepSpeed's own pipeline section", 'Put "pp_size" and "pp_schedule" under "hfdist".'
+    ),
     "msamp": Later("fp8"),
     "amp": _SWITCHED,
     "ddp_bf16": _SWITCHED,
@@ -258,8 +260,8 @@ CHECKPOINT: dict[str, Rule] = {
 }
 
 TENSOR_PARALLEL: dict[str, Rule] = {
-    "autotp_size": Later("tp_size"),
-    "tp_size": Later("tp_size"),
+    "autotp_size": HANDLED,
+    "tp_size": HANDLED,
     "tp": HINT,
     "dtype": HINT,
     "mpu": HINT,

@@ -7,10 +7,10 @@ handed to `Accelerator(plugins=[...])` is stronger than either; a default that a
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from hfdist.config.table import LATER, SETTINGS
 from hfdist.config.values import is_unsaid
@@ -40,6 +40,7 @@ class Ledger:
     def __init__(self) -> None:
         self.claims: dict[str, Claim] = {}
         self.notices: list[str] = []
+        self.loss_fn: Callable[[Any, dict[str, Any]], Any] | None = None  # of a plugin: no other source can say it
         self._excluded: list[tuple[str, object, str]] = []
         self._hints: dict[str, list[str]] = {}
 

@@ -13,18 +13,17 @@ from hfdist.config.ledger import Ledger
 from hfdist.config.values import is_unsaid, read_bool, read_float
 from hfdist.errors import ConfigError, nearest, say
 
-_LATER = {
+_CLAIMED = {
     "tp_degree": "tp_size",
     "pp_degree": "pp_size",
     "num_micro_batches": "num_micro_batches",
+    "sequence_parallelism": "sequence_parallel",
+}
+_LATER = {
     "context_parallel_size": "cp_size",
     "expert_model_parallel_size": "ep_size",
     "expert_tensor_parallel_size": "ep_size",
-    "sequence_parallelism": "sequence_parallel",
     "optimizer_cpu_offload": "offload_optimizer",
-    "decoder_last_pipeline_num_layers": "pp_size",
-    "num_layers_per_virtual_pipeline_stage": "num_virtual_stages",
-    "pipeline_model_parallel_split_rank": "pp_size",
 }
 _HINTS = (
     "recompute_granularity",
@@ -36,6 +35,12 @@ _HINTS = (
 # key -> (values that ask for nothing, what to do). The model is the user's own HF model, not Megatron's.
 _REFUSED = {
     "use_custom_fsdp": (("false",), "For sharded parameters use a DEEPSPEED yaml with zero_stage: 3 or an FSDP yaml."),
+    "decoder_last_pipeline_num_layers": ((), 'Give the layers of all stages as HFDIST_PP_SPLIT or "pp_split" instead.'),
+    "num_layers_per_virtual_pipeline_stage": (
+        (),
+        "Give HFDIST_NUM_VIRTUAL_STAGES and an interleaved HFDIST_PP_SCHEDULE.",
+    ),
+    "pipeline_model_parallel_split_rank": ((), "Remove it; encoder-decoder models are not cut into stages."),
     "overlap_cpu_optimizer_d2h_h2d": (("false",), "Remove it."),
     "use_precision_aware_optimizer": (("false",), "Remove it; optimizer state is fp32."),
     "no_load_optim": (("false",), "Remove it and load only the model in the script."),
@@ -47,7 +52,7 @@ _REFUSED = {
     "use_rotary_position_embeddings": (("true",), "Remove it; the model's own config decides."),
 }
 _HONOURED = ("gradient_clipping", "recompute_activations", "use_distributed_optimizer", "calculate_per_token_loss")
-_KNOWN = (*_LATER, *_HINTS, *_REFUSED, *_HONOURED)
+_KNOWN = (*_CLAIMED, *_LATER, *_HINTS, *_REFUSED, *_HONOURED)
 # Keys of the `megatron_lm_config:` section.
 YAML_KEYS = tuple(f"megatron_lm_{name}" for name in _KNOWN)
 
@@ -86,7 +91,9 @@ def _read(ledger: Ledger, key: str, value: object, *, origin: str) -> None:
         )
     if is_unsaid(value):
         return
-    if key in _LATER:
+    if key in _CLAIMED:
+        ledger.claim(_CLAIMED[key], value, origin=origin)
+    elif key in _LATER:
         ledger.later(_LATER[key], value, origin=origin)
     elif key in _HINTS:
         if key not in ("is_train_batch_min",):
@@ -94,7 +101,8 @@ def _read(ledger: Ledger, key: str, value: object, *, origin: str) -> None:
     elif key in _REFUSED:
         harmless, do = _REFUSED[key]
         if str(value).strip().lower() not in harmless:
-            ledger.refuse(f"{key} = {value!r}", origin=origin, why=f"{key} = {harmless[0]}", do=do)
+            why = f"{key} = {harmless[0]}" if harmless else f"a configuration without {key}"
+            ledger.refuse(f"{key} = {value!r}", origin=origin, why=why, do=do)
     elif key == "gradient_clipping":
         _read_clipping(ledger, value, origin=origin)
     elif key == "recompute_activations":

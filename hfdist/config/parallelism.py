@@ -51,15 +51,17 @@ def read_parallelism_object(ledger: Ledger, config: object, environ: Mapping[str
 
 
 def _claim_sizes(ledger: Ledger, given: Mapping[str, object], environ: Mapping[str, str], *, origin: str) -> None:
-    for key in ("tp_size", "cp_size", "sp_size"):
+    for key in ("cp_size", "sp_size"):
         ledger.later(key, given.get(key), origin=origin)
-    replicas, shards = (_size(given.get(key), key, origin) for key in _SIZES[:2])
+    replicas, shards, tensor = (_size(given.get(key), key, origin) for key in _SIZES[:3])
     world = environ.get("WORLD_SIZE", "")
-    if replicas * shards == 1:
+    if replicas * shards * tensor == 1:
         return
-    if world.isdigit() and replicas * shards != int(world):
+    if tensor > 1:
+        ledger.claim("tp_size", tensor, origin=f"{origin}, tp_size")
+    if world.isdigit() and replicas * shards * tensor != int(world):
         ledger.refuse(
-            f"dp_replicate_size {replicas} x dp_shard_size {shards}",
+            f"dp_replicate_size {replicas} x dp_shard_size {shards} x tp_size {tensor}",
             origin=origin,
             why=f"a product of {world}, the number of processes",
             do="Correct the sizes or num_processes.",

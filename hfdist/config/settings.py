@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from hfdist.config.ledger import Ledger
-from hfdist.config.table import AMP_FIELDS, ZERO_FIELDS
+from hfdist.config.table import AMP_FIELDS, PIPELINE_FIELDS, TENSOR_FIELDS, ZERO_FIELDS
 from hfdist.errors import ConfigError, say
-from hfdist.plugins import AmpPlugin, LossPlugin, ZeroPlugin
+from hfdist.plugins import AmpPlugin, LossPlugin, PipelineParallelPlugin, TensorParallelPlugin, ZeroPlugin
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,6 +25,9 @@ class Settings:
     amp: AmpPlugin | None = None
     # None: logits of the whole batch, as the model does it.
     loss: LossPlugin | None = None
+    # None: no layer is split, no model is cut into stages.
+    tensor: TensorParallelPlugin | None = None
+    pipeline: PipelineParallelPlugin | None = None
     # Micro-steps per optimizer step.
     gradient_accumulation_steps: int = 1
     # Largest global norm, applied inside optimizer.step. None: nobody asked for clipping.
@@ -60,21 +64,18 @@ def build_settings(ledger: Ledger, *, world_size: int | None) -> Settings:
     amp = _build_amp(ledger)
     zero_fields: dict[str, Any] = {name: ledger.value(name) for name in ZERO_FIELDS if name in ledger.claims}
     zero = ZeroPlugin(stage=ledger.value("zero_stage", 0), **zero_fields)  # type: ignore[arg-type]
-    if world_size is not None and world_size % zero.dp_replicate_size:
-        raise ConfigError(
-            say(
-                given=f"dp_replicate_size = {zero.dp_replicate_size} from "
-                f"{ledger.claims['dp_replicate_size'].origin} and {world_size} processes",
-                expected="a number of replicas that divides the number of processes",
-                do=f"Choose one of {[n for n in range(1, world_size + 1) if world_size % n == 0]}.",
-            )
-        )
-    _check_options_of_the_wire(ledger, zero, world_size)
+    tensor, pipeline = _build_tensor(ledger), _build_pipeline(ledger)
+    model_ranks = (tensor.tp_size if tensor else 1) * (pipeline.pp_size if pipeline else 1)
+    if world_size is not None:
+        _verify_sizes(ledger, world_size, model_ranks, zero.dp_replicate_size)
+    _check_options(ledger, zero, world_size, model_ranks)
     loop: dict[str, Any] = {name: ledger.value(name) for name in _LOOP_FIELDS if name in ledger.claims}
     return Settings(
         zero=zero,
         amp=amp,
         loss=LossPlugin(ledger.value("loss_chunk_size")) if "loss_chunk_size" in ledger.claims else None,  # type: ignore[arg-type]
+        tensor=tensor,
+        pipeline=pipeline,
         gradient_clipping=ledger.value("gradient_clipping") or None,  # type: ignore[arg-type]
         notices=ledger.all_notices(),
         origins=dict(ledger.origins()),
@@ -82,8 +83,22 @@ def build_settings(ledger: Ledger, *, world_size: int | None) -> Settings:
     )
 
 
-def _check_options_of_the_wire(ledger: Ledger, zero: ZeroPlugin, world_size: int | None) -> None:
-    """A secondary group must divide a replica; an option that does nothing at the stage a run starts with is said."""
+def _check_options(ledger: Ledger, zero: ZeroPlugin, world_size: int | None, model_ranks: int) -> None:
+    """A secondary group must divide a replica; an option that does nothing at the stage a run starts with is said.
+
+    Together with tensor and pipeline parallelism (`model_ranks` above 1) these options have not been made to work.
+    """
+    asked = [name for name in ("gather_dtype", "secondary_shard_size", "loss_chunk_size") if name in ledger.claims]
+    asked = [name for name in asked if ledger.value(name) != "compute"]
+    if asked and model_ranks > 1:
+        sizes = [name for name in ("tp_size", "pp_size") if ledger.value(name, 1) != 1]
+        raise ConfigError(
+            say(
+                given=f"{', '.join(asked)} ({_named(ledger, asked)}) with {' and '.join(sizes)} above 1",
+                expected="one or the other: these options are for data parallelism",
+                do="Leave one of them out.",
+            )
+        )
     secondary = zero.secondary_shard_size
     if secondary is not None and world_size is not None:
         num_shards = world_size // zero.dp_replicate_size
@@ -103,6 +118,50 @@ def _check_options_of_the_wire(ledger: Ledger, zero: ZeroPlugin, world_size: int
         ledger.notice("gather_dtype = int8: nothing is gathered at stage 0, where this run starts")
 
 
+def _verify_sizes(ledger: Ledger, world_size: int, model_ranks: int, replicas: int) -> None:
+    if world_size % model_ranks:
+        sizes = [name for name in ("tp_size", "pp_size") if name in ledger.claims]
+        raise ConfigError(
+            say(
+                given=f"{' x '.join(f'{name} = {ledger.value(name)}' for name in sizes)} ({_named(ledger, sizes)}) and "
+                f"{world_size} processes",
+                expected="a product that divides the number of processes",
+                do=f"Start {model_ranks} processes or a multiple, or choose smaller sizes.",
+            )
+        )
+    num_ranks = world_size // model_ranks
+    if num_ranks % replicas:
+        raise ConfigError(
+            say(
+                given=f"dp_replicate_size = {replicas} from {ledger.claims['dp_replicate_size'].origin} and "
+                + (f"{world_size} processes" if model_ranks == 1 else f"{num_ranks} data-parallel ranks"),
+                expected="a number of replicas that divides the number of processes",
+                do=f"Choose one of {[n for n in range(1, num_ranks + 1) if num_ranks % n == 0]}.",
+            )
+        )
+
+
+def _build_tensor(ledger: Ledger) -> TensorParallelPlugin | None:
+    claimed = [name for name in TENSOR_FIELDS if name in ledger.claims]
+    if ledger.value("tp_size", 1) == 1:
+        others = [name for name in claimed if name != "tp_size" and ledger.value(name)]
+        if others:
+            ledger.notice(f"{_named(ledger, others)}: no effect with tp_size 1")
+        return None
+    return TensorParallelPlugin(**{TENSOR_FIELDS[name]: ledger.value(name) for name in claimed})  # type: ignore[arg-type]
+
+
+def _build_pipeline(ledger: Ledger) -> PipelineParallelPlugin | None:
+    claimed = [name for name in PIPELINE_FIELDS if name in ledger.claims]
+    if ledger.value("pp_size", 1) == 1:
+        others = [name for name in claimed if name != "pp_size" and ledger.value(name) != 1]
+        if others or ledger.loss_fn is not None:
+            ledger.notice(f"{_named(ledger, others) or 'loss_fn'}: no effect with pp_size 1")
+        return None
+    fields: dict[str, Any] = {PIPELINE_FIELDS[name]: ledger.value(name) for name in claimed}
+    return PipelineParallelPlugin(loss_fn=ledger.loss_fn, **fields)
+
+
 def _build_amp(ledger: Ledger) -> AmpPlugin | None:
     dtype = ledger.value("mixed_precision", "no")
     claimed = [name for name in AMP_FIELDS if name in ledger.claims]
@@ -119,6 +178,8 @@ def _build_amp(ledger: Ledger) -> AmpPlugin | None:
     return AmpPlugin(dtype=dtype, **fields)  # type: ignore[arg-type]
 
 
-def _named(ledger: Ledger, names: list[str]) -> str:
+def _named(ledger: Ledger, names: Sequence[str]) -> str:
+    if not names:
+        return ""
     origins = sorted({ledger.claims[name].origin for name in names})
     return f"{', '.join(names)} ({', '.join(origins)})"

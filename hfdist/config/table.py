@@ -13,13 +13,16 @@ from hfdist.config.values import (
     read_bool,
     read_choice,
     read_count,
+    read_counts,
     read_group_size,
     read_names,
     read_nonnegative,
+    read_plan,
     read_positive,
     read_precision,
     read_stage,
 )
+from hfdist.plugins import SCHEDULES
 
 
 @dataclass(frozen=True)
@@ -51,6 +54,18 @@ SETTINGS: dict[str, Setting] = {
     "conditional_modules": Setting(read_bool, "true when ranks may run different modules in one step."),
     "escalate_on_oom": Setting(read_bool, "true: run_step answers an allocation failure by raising the stage."),
     "load_sharded": Setting(read_bool, "true: from_pretrained loads straight into shards."),
+    # TensorParallelPlugin
+    "tp_size": Setting(read_count, "Ranks that split every layer between them; must divide the number of processes."),
+    "tp_plan": Setting(
+        read_plan, 'Module name with wildcards -> style ("colwise", "rowwise", ...), instead of "auto".'
+    ),
+    "sequence_parallel": Setting(read_bool, "true: what is between split layers is split along the sequence."),
+    # PipelineParallelPlugin
+    "pp_size": Setting(read_count, "Ranks that have consecutive layers; must divide the number of processes."),
+    "pp_schedule": Setting(read_choice(*SCHEDULES), "Order of forwards and backwards; `hfdist schedule` draws each."),
+    "num_micro_batches": Setting(read_count, "Micro-batches a batch is cut into on its way through the pipeline."),
+    "num_virtual_stages": Setting(read_count, "Model stages a rank, for interleaved, zero-bubble and zbv schedules."),
+    "pp_split": Setting(read_counts, 'Layers of each stage, comma-separated, instead of "auto".'),
     # AmpPlugin
     "mixed_precision": Setting(read_precision, 'Compute dtype: "no", "fp16" or "bf16" (fp8 is not in this release).'),
     "compute": Setting(
@@ -103,6 +118,16 @@ ZERO_FIELDS = (
     "load_sharded",
 )
 
+# Setting -> field of its plugin.
+TENSOR_FIELDS = {"tp_size": "tp_size", "tp_plan": "plan", "sequence_parallel": "sequence_parallel"}
+PIPELINE_FIELDS = {
+    "pp_size": "pp_size",
+    "pp_schedule": "schedule",
+    "num_micro_batches": "num_micro_batches",
+    "num_virtual_stages": "num_virtual_stages",
+    "pp_split": "split",
+}
+
 # HFDIST_* variables that are not settings of a run: paths and switches other parts of hfdist read or set.
 OTHER_VARIABLES = ("launched_as", "relaunched", "cache", "runs", "test", "tests")
 
@@ -125,14 +150,8 @@ LATER: dict[str, Later] = {
     "offload_param": Later("parameter offload", _OFF),
     "offload_activations": Later("activation offload", "Leave it off; activation checkpointing alone is supported."),
     "nvme_path": Later("NVMe offload", _OFF),
-    "tp_size": Later("tensor parallelism", _ONE),
-    "pp_size": Later("pipeline parallelism", _ONE),
     "cp_size": Later("context parallelism", "Set it to 1 and shorten the sequences."),
     "sp_size": Later("sequence parallelism", "Set it to 1 and shorten the sequences."),
     "ep_size": Later("expert parallelism", _ONE),
-    "pp_schedule": Later("pipeline parallelism", "Remove it."),
-    "num_micro_batches": Later("pipeline micro-batches", "Set it to 1 and use gradient_accumulation_steps."),
-    "num_virtual_stages": Later("pipeline parallelism", "Remove it."),
-    "sequence_parallel": Later("sequence parallelism", "Set it to false."),
     "fp8": Later("fp8", "Use bf16."),
 }

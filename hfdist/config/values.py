@@ -7,6 +7,7 @@ get here (`is_unsaid`).
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -107,6 +108,26 @@ def read_names(value: object) -> tuple[str, ...]:
     if not names:
         raise ValueError("one class name or more")
     return names
+
+
+def read_counts(value: object) -> tuple[int, ...]:
+    """Whole numbers, 1 or more each, from a comma-separated text or a list; their order counts."""
+    parts = value.split(",") if isinstance(value, str) else list(value)  # type: ignore[call-overload]
+    try:
+        return tuple(read_count(part) for part in parts)
+    except ValueError:
+        raise ValueError("whole numbers, 1 or more each, such as 3,2") from None
+
+
+def read_plan(value: object) -> dict[str, str]:
+    """Module name -> style, from a mapping or its json text."""
+    try:
+        plan = json.loads(value) if isinstance(value, str) else dict(value)  # type: ignore[call-overload]
+    except (ValueError, TypeError):
+        plan = None
+    if not isinstance(plan, dict) or not plan or not all(isinstance(t, str) for rule in plan.items() for t in rule):
+        raise ValueError('a mapping such as {"model.layers.*.mlp.up_proj": "colwise"}')
+    return plan
 
 
 def read_choice(*choices: str) -> Callable[[object], str]:

@@ -25,7 +25,7 @@ from hfdist.engine.loss import LossWeights, Number, weigh_loss
 from hfdist.engine.optimizer import ZeroOptimizer
 from hfdist.engine.scaler import LossScaler
 from hfdist.errors import ConfigError, DistributedError, say
-from hfdist.mesh import DataMesh
+from hfdist.mesh import DataMesh, Grid
 from hfdist.models.labels import count_labels, is_mean_over_labels, is_transformers_model
 from hfdist.parallel import amp as precision
 from hfdist.parallel import conditional, fsdp, replicated
@@ -39,7 +39,7 @@ logger = logging.getLogger(__name__)
 class Engine:
     """Everything that lives between `prepare` and the end of training."""
 
-    mesh: DataMesh
+    grid: Grid
     meeting: comm.Meeting
     weights: LossWeights
     amp: AmpPlugin | None
@@ -52,11 +52,25 @@ class Engine:
     scaler: LossScaler | None = None
     last_norm: torch.Tensor | None = None  # of the engine's own clipping
     replaced: WeakIdKeyDictionary = field(default_factory=WeakIdKeyDictionary)  # parameter before sharding -> after
+    elsewhere: WeakIdKeyDictionary = field(default_factory=WeakIdKeyDictionary)  # parameters that other stages have
     _said: WeakIdKeyDictionary = field(default_factory=WeakIdKeyDictionary)  # models of which something was said once
     num_updates: int = 0
     updating: bool = False  # inside optimizer.step: what fails now has already changed something
     _clipped: set[ZeroModel] = field(default_factory=set)  # since the last backward
     _bad_loss: torch.Tensor | None = None
+
+    @property
+    def mesh(self) -> DataMesh:
+        """The data axis of the grid: the ranks that hold the same part of the model."""
+        return self.grid.data
+
+    def any_rank(self, flag: bool) -> bool:
+        """Whether `flag` is set on any rank of the whole grid; all ranks call this together."""
+        flag = any(self.meeting.numbers(comm.SCALARS, int(flag)))
+        for group in self.grid.model_groups:
+            number = torch.tensor(float(flag), device=self.device)
+            flag = bool(comm.all_reduce(number, group, torch.distributed.ReduceOp.MAX, label="agreement"))
+        return flag
 
     # ---------------------------------------------------------------- forward
 
@@ -97,7 +111,7 @@ class Engine:
 
     def _say_weighted(self, model: nn.Module) -> None:
         """Once, for a model whose loss hfdist cannot know."""
-        if self.mesh.rank or self.mesh.world_size == 1 or model in self._said or is_transformers_model(model):
+        if self.mesh.rank or self.mesh.size == 1 or model in self._said or is_transformers_model(model):
             return
         self._said[model] = True
         logger.warning(
@@ -213,7 +227,7 @@ class Engine:
         self._clipped |= models
 
     def _say_strangers(self, optimizer: ZeroOptimizer) -> None:
-        if optimizer.looked_at or self.mesh.world_size == 1:
+        if optimizer.looked_at or self.mesh.size == 1:
             return
         optimizer.looked_at = True
         known = {id(p) for p in self.parameters()}
@@ -292,7 +306,7 @@ class Engine:
     ) -> torch.Tensor:
         """Clip by the norm over the whole mesh; returns the norm before clipping, a plain 0-dim tensor."""
         listed = self.resolve(parameters)
-        total = norm.total_norm(listed, norm_type, self.meeting)
+        total = norm.total_norm(listed, norm_type, self.meeting, part_of=self.part_of, stages=self.grid.pp_group)
         if error_if_nonfinite and not torch.isfinite(total):
             raise RuntimeError(
                 f"The total norm of order {norm_type} for gradients is non-finite, so it cannot be clipped; pass "
@@ -304,11 +318,37 @@ class Engine:
     def resolve(self, parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
         """`parameters` with gathered copies replaced by the sharded parameters that hold the gradients."""
         listed = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-        listed = [self.replaced.get(p, p) for p in listed]
+        listed = [self.replaced.get(p, p) for p in listed if p not in self.elsewhere]
         copies: dict[int, nn.Parameter] = {}
         for zero in self.models:
             copies |= zero.sharded_of()
         return [copies.get(id(p), p) for p in listed]
+
+    def parts(self) -> dict[int, norm.Part]:
+        """id of a parameter -> how it lies over tensor and pipeline ranks, where it is not whole and counted here."""
+        found = {}
+        for zero in self.models:
+            if zero.split is None:
+                continue
+            for name, parameter in zero.model.named_parameters():
+                groups, share = zero.split.groups_and_share(name, parameter)
+                if groups or share != 1.0:
+                    found[id(parameter)] = norm.Part(groups, share)
+        return found
+
+    def refuse_whole_updates(self, optimizer: ZeroOptimizer) -> None:
+        """Raises ConfigError for an optimizer that updates whole parameters only and is given parts of some."""
+        parts = self.parts()
+        for parameter in optimizer.local.stepped_whole():
+            if id(parameter) in parts and parts[id(parameter)].groups:
+                raise ConfigError(
+                    say(
+                        given=f"{type(optimizer.optimizer).__name__} for {self.name_of(parameter)}, which tensor "
+                        "parallelism has split",
+                        expected="an optimizer that treats each element by itself (Adam, SGD, ...)",
+                        do="Use one, or train with ZeRO alone.",
+                    )
+                )
 
     def owns(self, parameters: Iterable[torch.Tensor]) -> bool:
         """Whether any of `parameters` belongs to a prepared model."""

@@ -22,7 +22,7 @@ def layout(engine: Engine, stage: int, *, zero: ZeroPlugin, micro_steps: int = 1
                 break
     return Layout(
         stage=stage,
-        world_size=engine.mesh.world_size,
+        world_size=engine.mesh.size,
         dp_replicate_size=engine.mesh.dp_replicate_size,
         precision=engine.amp.dtype if engine.amp else "fp32",
         compute=engine.amp.compute if engine.amp else "mixed",

@@ -63,13 +63,13 @@ class LocalStep:
 
     def owners(self, size: int) -> dict[nn.Parameter, int]:
         """Owner rank, among `size`, of every parameter that is stepped whole; the same for every layout."""
-        listed = [
-            p
-            for index, group in enumerate(self.optimizer.param_groups)
-            for p in group["params"]
-            if self._probed(index, p.ndim) == "whole"
-        ]
+        listed = self.stepped_whole()
         return dict(zip(listed, owner.assign_owners([p.shape for p in listed], size), strict=True))
+
+    def stepped_whole(self) -> list[nn.Parameter]:
+        """Parameters whose update needs all of their elements."""
+        groups = enumerate(self.optimizer.param_groups)
+        return [p for index, group in groups for p in group["params"] if self._probed(index, p.ndim) == "whole"]
 
     def held_here(self) -> dict[nn.Parameter, bool]:
         """Parameters whose state lives on this rank -> whether it is that of a whole parameter."""

@@ -11,6 +11,7 @@ import math
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -43,27 +44,50 @@ def shard_groups(tensor: torch.Tensor) -> tuple[dist.ProcessGroup, ...]:
     return tuple(group for group in groups if group.size() > 1)
 
 
+@dataclass(frozen=True)
+class Part:
+    """How a parameter lies over the ranks that hold different parts of the model (not over the data axis)."""
+
+    groups: tuple[dist.ProcessGroup, ...] = ()  # whose ranks hold different parts of it
+    share: float = 1.0  # of what this rank holds counts so much: 1 / copies, 0 where another stage counts it
+
+
+WHOLE = Part()
+
+
 @torch.no_grad()
 def total_norm(
-    parameters: Iterable[torch.Tensor], norm_type: float = 2.0, meeting: comm.Meeting | None = None
+    parameters: Iterable[torch.Tensor],
+    norm_type: float = 2.0,
+    meeting: comm.Meeting | None = None,
+    *,
+    part_of: Callable[[torch.Tensor], Part] = lambda parameter: WHOLE,
+    stages: dist.ProcessGroup | None = None,
 ) -> torch.Tensor:
     """Norm of all gradients of `parameters` seen as one vector: a plain 0-dim tensor, the same on every rank.
 
-    Gradients are DTensors (sharded: parts are added up over their mesh) or plain tensors (whole on every rank).
+    Gradients are DTensors (sharded: parts are added up over their mesh) or plain tensors (whole on every rank), each of
+    them a `part_of` a logical gradient. `stages`: a pipeline's ranks, which hold different parameters.
     """
     norm_type = float(norm_type)
-    by_groups: dict[tuple[dist.ProcessGroup, ...], list[torch.Tensor]] = defaultdict(list)
+    by_part: dict[tuple[tuple[dist.ProcessGroup, ...], float], list[torch.Tensor]] = defaultdict(list)
     device, dtypes = torch.device("cpu"), set()
-    for gradient in gradients(parameters):
-        dtypes.add(gradient.dtype)
-        by_groups[shard_groups(gradient)].append(local_tensor(gradient))
-        device = gradient.device
-    if not by_groups:
-        return torch.zeros((), device=device)
+    for parameter in {id(p): p for p in parameters}.values():
+        gradient, part = parameter.grad, part_of(parameter)
+        device = parameter.device
+        if gradient is not None:
+            dtypes.add(gradient.dtype)
+            by_part[(*shard_groups(gradient), *part.groups), part.share].append(local_tensor(gradient))
     parts = []
-    for groups, tensors in by_groups.items():
-        parts.append(_over_groups(_local_norm(tensors, norm_type), groups, norm_type, meeting))
-    total = _combine(torch.stack(parts), norm_type)
+    for (groups, share), tensors in by_part.items():
+        norm = _local_norm(tensors, norm_type)
+        if share != 1.0 and not math.isinf(norm_type):
+            norm = norm * share ** (1.0 / norm_type)
+        parts.append(_over_groups(norm, groups, norm_type, meeting))
+    total = _combine(torch.stack(parts), norm_type) if parts else torch.zeros((), device=device)
+    if stages is not None:
+        wide = total.double() if device.type == "cpu" else total
+        total = _over_groups(wide, (stages,), norm_type, meeting)
     return total if torch.float64 in dtypes else total.float()
 
 

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 
-from hfdist import comm
 from hfdist.engine.norm import local_tensor
 from hfdist.errors import DistributedError, say
 from hfdist.plugins import AmpPlugin
@@ -20,11 +19,16 @@ from hfdist.plugins import AmpPlugin
 class LossScaler(torch.amp.GradScaler):
     """Scales losses, unscales gradients, and skips an update on all ranks when one rank's gradients overflow.
 
-    `name_parameter(p)` names a parameter in messages. With several optimizers one window backs off or grows once.
+    `any_rank(flag)`: whether the flag is set on any rank; `name_parameter(p)` names a parameter in messages. With
+    several optimizers one window backs off or grows once.
     """
 
     def __init__(
-        self, amp: AmpPlugin, device_type: str, meeting: comm.Meeting, name_parameter: Callable[[torch.Tensor], str]
+        self,
+        amp: AmpPlugin,
+        device_type: str,
+        any_rank: Callable[[bool], bool],
+        name_parameter: Callable[[torch.Tensor], str],
     ) -> None:
         super().__init__(
             device_type,
@@ -33,7 +37,7 @@ class LossScaler(torch.amp.GradScaler):
             backoff_factor=amp.backoff_factor,
             growth_interval=amp.growth_interval,
         )
-        self.amp, self.meeting, self.name_parameter = amp, meeting, name_parameter
+        self.amp, self.any_rank, self.name_parameter = amp, any_rank, name_parameter
         self.current = float(amp.init_scale)
         self._in_gradients = self.current  # the scale of the gradients that wait for an update
         self._good_steps = 0
@@ -64,9 +68,7 @@ class LossScaler(torch.amp.GradScaler):
         if optimizer in self._unscaled:
             return
         grads = [local_tensor(p.grad) for p in _parameters(optimizer) if p.grad is not None]
-        overflow = unscale_local(grads, 1.0 / self._in_gradients)
-        overflow = any(self.meeting.numbers(comm.SCALARS, int(overflow)))
-        self._unscaled[optimizer] = overflow
+        self._unscaled[optimizer] = self.any_rank(unscale_local(grads, 1.0 / self._in_gradients))
 
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
         """`optimizer.step()` unless an overflow was found on any rank; returns None for a skipped step."""

@@ -75,5 +75,5 @@ def used_by_nobody(zero: ZeroModel) -> list[fsdp.FSDPParam]:
     """Trainable parameters that got a gradient on no rank since the last update (collective)."""
     params = [p for p in fsdp.iterate_params(zero.modules) if p.sharded_param.requires_grad]
     used = torch.tensor([p in zero.used for p in params], dtype=torch.uint8, device=zero.mesh.device_type)
-    comm.all_reduce(used, zero.mesh.world_group, torch.distributed.ReduceOp.MAX, label="used parameters")
+    comm.all_reduce(used, zero.mesh.group, torch.distributed.ReduceOp.MAX, label="used parameters")
     return list(itertools.compress(params, (flag == 0 for flag in used.tolist())))

@@ -186,7 +186,7 @@ def _make_plain(module: nn.Module) -> None:
 def _shard_one(zero: ZeroModel, name: str, module: nn.Module) -> None:
     for parameter in module.parameters():
         if not isinstance(parameter, torch.distributed.tensor.DTensor):
-            comm.broadcast(parameter.data, zero.mesh.world_group, label="added weights")
+            comm.broadcast(parameter.data, zero.mesh.group, label="added weights")
     zero.shard_unit(name, module)
 
 
@@ -204,7 +204,7 @@ def _missing_whole(zero: ZeroModel) -> Iterator[None]:
     for param in missing:
         filled = param._module_info.module._parameters[param._module_info.param_name]
         assert filled is not None
-        comm.broadcast(filled.data, zero.mesh.world_group, label="initialised weights")
+        comm.broadcast(filled.data, zero.mesh.group, label="initialised weights")
         shard = nn.Parameter(param.to_sharded_dtensor(fsdp.take_shard(param, filled.data)))
         shard.requires_grad_(filled.requires_grad)
         param._setattr_on_modules(shard)
@@ -223,4 +223,4 @@ def _finish(model: nn.Module) -> None:
         param._setattr_on_modules(current)
         param.reset_sharded_param()
     for buffer in model.buffers():
-        comm.broadcast(buffer.data, zero.mesh.world_group, label="buffers")
+        comm.broadcast(buffer.data, zero.mesh.group, label="buffers")

@@ -17,14 +17,14 @@ from hfdist.parallel.zero import ZeroModel
 def average_gradients(zero: ZeroModel) -> None:
     """Replace the gradients of `zero.replicated` by their mean over all ranks; all ranks call it (one all-reduce)."""
     params = [p for p in zero.replicated if p.requires_grad]
-    if not params or zero.mesh.world_size == 1:
+    if not params or zero.mesh.size == 1:
         return
     zero.meeting.run(comm.SCALARS)
     values = [p.new_zeros(()) if p.grad is None else p.grad for p in params]
     used = [p.new_full((), p.grad is not None) for p in params]
     flat = torch.stack([value.double() for value in (*values, *used)])  # (2 n,)
-    comm.all_reduce(flat, zero.mesh.world_group, label="0-dim gradients")
-    means, counts = flat[: len(params)] / zero.mesh.world_size, flat[len(params) :].tolist()
+    comm.all_reduce(flat, zero.mesh.group, label="0-dim gradients")
+    means, counts = flat[: len(params)] / zero.mesh.size, flat[len(params) :].tolist()
     for parameter, mean, count in zip(params, means, counts, strict=True):
         if count:
             parameter.grad = mean.to(parameter.dtype)

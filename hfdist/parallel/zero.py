@@ -20,6 +20,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -33,6 +34,9 @@ from hfdist.errors import ConfigError, say
 from hfdist.mesh import DataMesh
 from hfdist.models.blocks import find_blocks
 from hfdist.parallel import direct, fsdp, quantize
+
+if TYPE_CHECKING:
+    from hfdist.parallel.split import SplitModel
 
 
 @dataclass(eq=False)
@@ -49,6 +53,8 @@ class ZeroModel:
     conditional: bool = False
     int8: bool = False  # matrices travel as int8 when they are gathered
     secondary_shard_size: int | None = None  # stage 3: ranks that keep blocks among themselves
+    split: SplitModel | None = None  # of a model that is also split over tensor or pipeline ranks
+    before_reduce: Callable[[fsdp.FSDPParamGroup], None] | None = None  # with a unit's whole gradients
     window_open: bool = False  # between a micro-step without and the one with gradient synchronisation
     used: set[fsdp.FSDPParam] = field(default_factory=set)  # conditional modules: got a gradient on this rank
     unit_numbers: dict[str, int] = field(default_factory=dict)
@@ -184,6 +190,8 @@ class ZeroModel:
         if not group.reduce_grads or not any(flags):
             original()
             return
+        if self.before_reduce is not None:
+            self.before_reduce(group)
         if self.conditional:
             self.used.update(param for param, flag in zip(group.fsdp_params, flags, strict=True) if flag)
         detail = 0 if self.conditional else comm.checksum(flags)
@@ -278,12 +286,12 @@ def apply_zero(zero: ZeroModel, device: torch.device, *, synchronise: bool = Tru
         if synchronise:
             for parameter in module.parameters():
                 if not isinstance(parameter, torch.distributed.tensor.DTensor) and not parameter.is_meta:
-                    _make_equal(parameter, device, zero.mesh.world_group)
+                    _make_equal(parameter, device, zero.mesh.group)
         zero.shard_unit(name, module)
     if synchronise:
         for buffer in zero.model.buffers():
             if not buffer.is_meta:
-                _make_equal(buffer, device, zero.mesh.world_group)
+                _make_equal(buffer, device, zero.mesh.group)
     zero.apply_policy()
 
 

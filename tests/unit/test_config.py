@@ -215,6 +215,17 @@ def test_options_that_can_never_be_right_are_refused_on_construction(make, words
         make()
 
 
+@pytest.mark.parametrize("size", ["TP_SIZE", "PP_SIZE"])
+@pytest.mark.parametrize(
+    ("option", "value"), [("GATHER_DTYPE", "int8"), ("SECONDARY_SHARD_SIZE", "2"), ("LOSS_CHUNK_SIZE", "64")]
+)
+def test_options_of_data_parallelism_are_refused_beside_tensor_and_pipeline(size, option, value):
+    environ = {"WORLD_SIZE": "4", "HFDIST_ZERO_STAGE": "3", f"HFDIST_{size}": "2", f"HFDIST_{option}": value}
+    with pytest.raises(ConfigError, match=f"{option.lower()} .*{size.lower()} above 1"):
+        settle(environ)
+    assert settle({**environ, f"HFDIST_{size}": "1"}).zero.stage == 3
+
+
 def test_a_secondary_group_must_divide_the_ranks():
     with pytest.raises(ConfigError, match=r"4 from HFDIST_SECONDARY_SHARD_SIZE and 6 ranks .*\[2, 3, 6\]"):
         settle({"HFDIST_SECONDARY_SHARD_SIZE": "4", "WORLD_SIZE": "6"})
@@ -233,8 +244,33 @@ def test_own_variables_of_amp(field, value):
     assert any(field.lower() in line for line in without.notices)
 
 
+@pytest.mark.parametrize(
+    ("variable", "value", "field", "expected"),
+    [
+        ("TP_SIZE", "4", "tp_size", 4),
+        ("TP_PLAN", '{"lm_head": "colwise"}', "plan", {"lm_head": "colwise"}),
+        ("SEQUENCE_PARALLEL", "true", "sequence_parallel", True),
+        ("PP_SIZE", "4", "pp_size", 4),
+        ("PP_SCHEDULE", "GPipe", "schedule", "gpipe"),
+        ("NUM_MICRO_BATCHES", "8", "num_micro_batches", 8),
+        ("NUM_VIRTUAL_STAGES", "2", "num_virtual_stages", 2),
+        ("PP_SPLIT", "3, 1", "split", (3, 1)),
+    ],
+)
+def test_own_variables_of_model_axes(variable, value, field, expected):
+    """Each counts beside a size of its axis, and is a notice without one."""
+    settings = settle({"HFDIST_TP_SIZE": "2", "HFDIST_PP_SIZE": "2", f"HFDIST_{variable}": value})
+    plugin = settings.tensor if hasattr(settings.tensor, field) else settings.pipeline
+    assert getattr(plugin, field) == expected
+    if not variable.endswith("_SIZE"):
+        settings = settle({f"HFDIST_{variable}": value})
+        assert (settings.tensor, settings.pipeline) == (None, None)
+        assert any(variable.lower() in line for line in settings.notices)
+
+
 def test_every_setting_of_the_table_has_a_test_above():
-    tested = {mark.args[1][i][0] for test in (test_own_variables, test_own_variables_of_amp)
+    tests = (test_own_variables, test_own_variables_of_amp, test_own_variables_of_model_axes)
+    tested = {mark.args[1][i][0] for test in tests
               for mark in test.pytestmark for i in range(len(mark.args[1]))}  # fmt: skip
     assert {name.lower() for name in tested} == set(SETTINGS)
 

@@ -13,7 +13,7 @@ import pytest
 from hfdist.config import Settings, resolve_settings
 from hfdist.config import deepspeed_keys as keys
 from hfdist.errors import ConfigError
-from hfdist.plugins import AmpPlugin
+from hfdist.plugins import AmpPlugin, PipelineParallelPlugin, TensorParallelPlugin
 
 ZERO = {"zero_optimization": {"stage": 3}}
 
@@ -111,6 +111,23 @@ def test_stages():
     refused(ZERO, "3", "1", ACCELERATE_DEEPSPEED_ZERO_STAGE="1")
 
 
+def test_the_json_carries_tensor_and_pipeline_parallelism():
+    own = {"pp_size": 2, "pp_schedule": "interleaved", "num_micro_batches": 8, "num_virtual_stages": 2}
+    settings = settle({**ZERO, "hfdist": {**own, "pp_split": [2, 1, 1, 3]}}, WORLD_SIZE="4")
+    assert settings.pipeline == PipelineParallelPlugin(
+        pp_size=2, schedule="interleaved", num_micro_batches=8, num_virtual_stages=2, split=(2, 1, 1, 3)
+    )
+    assert settings.tensor is None
+    plan = {"model.layers.*.mlp.up_proj": "colwise"}
+    settings = settle({**ZERO, "hfdist": {"tp_size": 2, "tp_plan": plan, "sequence_parallel": True}})
+    assert settings.tensor == TensorParallelPlugin(tp_size=2, plan=plan, sequence_parallel=True)
+    assert settle({**ZERO, "tensor_parallel": {"autotp_size": 2}}).tensor == TensorParallelPlugin(tp_size=2)
+    refused({**ZERO, "tensor_parallel": {"autotp_size": 2}, "hfdist": {"tp_size": 4}}, "autotp_size", "tp_size = ")
+    refused({**ZERO, "hfdist": {"tp_size": 2, "pp_size": 2}}, "6 processes", "tp_size", WORLD_SIZE="6")
+    refused({**ZERO, "hfdist": {"tp_size": 2, "dp_replicate_size": 3}}, "2 data-parallel ranks", WORLD_SIZE="4")
+    refused({**ZERO, "hfdist": {"pp_size": 2, "pp_schedule": "1f1"}}, "1f1b")
+
+
 def test_the_hfdist_section():
     own = {"dp_replicate_size": 2, "compute": "cast", "escalate_on_oom": True, "scheduler_step": "update"}
     settings = settle({**ZERO, "bf16": {"enabled": True}, "hfdist": own}, WORLD_SIZE="4")
@@ -120,7 +137,7 @@ def test_the_hfdist_section():
     assert settings.scheduler_step == "update"
     assert '"hfdist"' in settings.origins["scheduler_step"]
     refused({**ZERO, "hfdist": {"dp_replicate_sise": 2}}, "did you mean 'dp_replicate_size'")
-    refused({**ZERO, "hfdist": {"pp_size": 2}}, "pipeline parallelism", "not in this release")
+    refused({**ZERO, "hfdist": {"ep_size": 2}}, "expert parallelism", "not in this release")
     refused({**ZERO, "hfdist": {"zero_stage": 1}}, "zero_stage", "1", "3")
     refused({**ZERO, "hfdist": [1]}, "json object")
 
@@ -218,7 +235,7 @@ def test_sections_that_build_what_the_script_builds(section):
         ({"zero_optimization": {"stage": 3, "overlap_com": True}}, "did you mean 'zero_optimization.overlap_comm'"),
         ({**ZERO, "gradient_cliping": 1.0}, "did you mean 'gradient_clipping'"),
         ({**ZERO, "fp16": {"enable": True}}, "did you mean 'fp16.enabled'"),
-        ({**ZERO, "tensor_parallel": {"autotp_size": 2}}, "tensor parallelism"),
+        ({**ZERO, "pipeline": {"stages": 2}}, "pp_schedule"),
         ({**ZERO, "activation_checkpointing": {"cpu_checkpointing": True}}, "activation offload"),
         ({**ZERO, "gradient_allreduce_op": "sum"}, "gradient_allreduce_op"),
         ({**ZERO, "curriculum_learning": {"enabled": True}}, "curriculum_learning"),

@@ -16,7 +16,7 @@ from accelerate.utils import (
 
 from hfdist.config import Settings, resolve_settings
 from hfdist.errors import ConfigError
-from hfdist.plugins import ZeroPlugin
+from hfdist.plugins import PipelineParallelPlugin, TensorParallelPlugin, ZeroPlugin
 
 # Exactly what accelerate 1.15's launcher exports for `distributed_type: FSDP`, `fsdp_version: 2`.
 FSDP = {
@@ -155,10 +155,7 @@ def test_megatron():
 @pytest.mark.parametrize(
     ("key", "value", "word"),
     [
-        ("TP_DEGREE", "2", "tensor parallelism"),
-        ("PP_DEGREE", "2", "pipeline parallelism"),
-        ("NUM_MICRO_BATCHES", "4", "micro-batches"),
-        ("SEQUENCE_PARALLELISM", "true", "sequence parallelism"),
+        ("NUM_LAYERS_PER_VIRTUAL_PIPELINE_STAGE", "2", "NUM_VIRTUAL_STAGES"),
         ("CONTEXT_PARALLEL_SIZE", "2", "context parallelism"),
         ("EXPERT_MODEL_PARALLEL_SIZE", "2", "expert parallelism"),
         ("OPTIMIZER_CPU_OFFLOAD", "True", "optimizer offload"),
@@ -174,7 +171,10 @@ def test_megatron_refusals(key, value, word):
 
 def test_megatron_plugin_objects():
     assert settle(megatron_lm_plugin=MegatronLMPlugin(use_distributed_optimizer=True)).zero.stage == 1
-    refused("tensor parallelism", megatron_lm_plugin=MegatronLMPlugin(tp_degree=2))
+    plugin = MegatronLMPlugin(tp_degree=2, pp_degree=4, num_micro_batches=8, sequence_parallelism=True)
+    settings = settle(megatron_lm_plugin=plugin)
+    assert settings.tensor == TensorParallelPlugin(tp_size=2, sequence_parallel=True)
+    assert settings.pipeline == PipelineParallelPlugin(pp_size=4, num_micro_batches=8)
     refused("custom_loss_function", megatron_lm_plugin=MegatronLMPlugin(custom_loss_function=len))
 
 
@@ -206,7 +206,7 @@ def test_parallelism_config_with_an_fsdp_section():
     assert settle(environ).zero == ZeroPlugin(stage=2, dp_replicate_size=2)
 
 
-@pytest.mark.parametrize(("key", "word"), [("TP", "tensor"), ("CP", "context"), ("SP", "sequence")])
+@pytest.mark.parametrize(("key", "word"), [("CP", "context"), ("SP", "sequence")])
 def test_other_axes_are_refused_by_name(key, word):
     refused(word, environ={**MESH, f"PARALLELISM_CONFIG_{key}_SIZE": "2"})
 
@@ -214,7 +214,11 @@ def test_other_axes_are_refused_by_name(key, word):
 def test_parallelism_errors():
     refused("2", "4", environ={**MESH, "WORLD_SIZE": "4", "PARALLELISM_CONFIG_DP_SHARD_SIZE": "2"})
     refused("did you mean", environ={**MESH, "PARALLELISM_CONFIG_DP_SHARD_SIZ": "2"})
-    refused("tensor", torch_tp_plugin=TorchTensorParallelPlugin(tp_size=2))
+    assert settle(torch_tp_plugin=TorchTensorParallelPlugin(tp_size=2)).tensor == TensorParallelPlugin(tp_size=2)
+    mesh = {**MESH, "PARALLELISM_CONFIG_TP_SIZE": "2", "PARALLELISM_CONFIG_DP_SHARD_SIZE": "2"}
+    settings = settle({**mesh, "WORLD_SIZE": "4"})
+    assert (settings.tensor, settings.zero.stage) == (TensorParallelPlugin(tp_size=2), 3)
+    refused("tp_size 2", environ={**mesh, "WORLD_SIZE": "8"})
 
 
 def test_deepspeed_plugin_objects():

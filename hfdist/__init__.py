@@ -10,12 +10,13 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from hfdist.accelerator import Accelerator
     from hfdist.patching import patch, unpatch
-    from hfdist.plugins import AmpPlugin, PipelineParallelPlugin, TensorParallelPlugin, ZeroPlugin
+    from hfdist.plugins import AmpPlugin, LossPlugin, PipelineParallelPlugin, TensorParallelPlugin, ZeroPlugin
 
 __version__ = "0.1.0"
 __all__ = [
     "Accelerator",
     "AmpPlugin",
+    "LossPlugin",
     "PipelineParallelPlugin",
     "TensorParallelPlugin",
     "ZeroPlugin",
@@ -26,6 +27,7 @@ __all__ = [
 _HOMES = {
     "Accelerator": "hfdist.accelerator",
     "AmpPlugin": "hfdist.plugins",
+    "LossPlugin": "hfdist.plugins",
     "PipelineParallelPlugin": "hfdist.plugins",
     "TensorParallelPlugin": "hfdist.plugins",
     "ZeroPlugin": "hfdist.plugins",

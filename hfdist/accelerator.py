@@ -35,6 +35,7 @@ from hfdist.mesh import Grid, forget_meshes
 from hfdist.parallel import amp as precision
 from hfdist.parallel import fsdp, loading
 from hfdist.parallel.apply import apply_model_axes, apply_sharding
+from hfdist.parallel.chunked_loss import apply_chunked_loss, verify_chunked_loss
 from hfdist.parallel.switch import switch_stage, verify_between_steps
 from hfdist.parallel.zero import ZeroModel, apply_zero, build_zero_model
 from hfdist.plugins import Plugin
@@ -45,9 +46,9 @@ logger = logging.getLogger(__name__)
 class Accelerator(accelerate.Accelerator):
     """accelerate's Accelerator on hfdist's engine.
 
-    `plugins`: ZeroPlugin, AmpPlugin; they win over the yaml, the environment and accelerate's own plugin arguments,
-    which are translated. Under `HFDIST_ENGINE=native` this constructs accelerate's own engine for the same yaml.
-    Raises ConfigError, before any work, for a setting that cannot be honoured.
+    `plugins`: ZeroPlugin, AmpPlugin, LossPlugin; they win over the yaml, the environment and accelerate's own plugin
+    arguments, which are translated. Under `HFDIST_ENGINE=native` this constructs accelerate's own engine for the same
+    yaml. Raises ConfigError, before any work, for a setting that cannot be honoured.
     """
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
@@ -126,6 +127,8 @@ class Accelerator(accelerate.Accelerator):
             # gloo starts threads for a new group, and aborts the process when there is no memory left for them.
             mesh.for_stage(0)
             mesh.for_stage(3)
+            if settings.zero.secondary_shard_size is not None:
+                mesh.secondary(settings.zero.secondary_shard_size)
         self._zero_stage = settings.zero.stage
         return engine
 
@@ -171,6 +174,8 @@ class Accelerator(accelerate.Accelerator):
                 self._models.append(model)
             return model
         inner: Any = _inner(model)
+        if self.settings.loss is not None:
+            verify_chunked_loss(inner)
         loaded = loading.loaded_shards(inner)
         if loaded is None:
             if self._zero_stage == 3 and self.num_processes > 1 and getattr(inner, "name_or_path", ""):
@@ -189,6 +194,8 @@ class Accelerator(accelerate.Accelerator):
             self.engine.models.append(loading.take_over(loaded, inner, self._build_zero))
             repoint.follow(self.engine, before, inner, self._optimizers)
         zero = self.engine.models[-1]
+        if self.settings.loss is not None:
+            self._undo.append(apply_chunked_loss(inner, self.settings.loss.chunk_size))
         self._undo.append(self.engine.wrap_forward(zero))
         self._undo.append(self.engine.let_zero_grad_drop(zero))
         self._undo.append(fsdp.let_generate_gather(inner))
@@ -225,6 +232,8 @@ class Accelerator(accelerate.Accelerator):
             mp_policy=precision.mixed_precision_policy(settings.amp, settings.zero.reduce_dtype, model),
             block_classes=settings.zero.block_classes,
             conditional=settings.zero.conditional_modules,
+            int8=settings.zero.gather_dtype == "int8",
+            secondary_shard_size=settings.zero.secondary_shard_size,
         )
 
     def _shard_on_meta(self, model: nn.Module) -> ZeroModel:
@@ -534,7 +543,7 @@ class Accelerator(accelerate.Accelerator):
             self.engine,
             self._zero_stage,
             micro_steps=self.gradient_accumulation_steps,
-            reduce_dtype=self.settings.zero.reduce_dtype,
+            zero=self.settings.zero,
         )
         return describe.explain_engine(self.engine, now)
 

@@ -97,7 +97,7 @@ class DataMesh:
     dp_replicate_size: int = 1
     timeout: datetime.timedelta | None = None
     coordinates: Callable[[int], str] = lambda rank: coordinates(dp=rank)  # rank here -> `dp=1`, as messages name it
-    _meshes: dict[tuple[int, int], DeviceMesh] = field(default_factory=dict)
+    _meshes: dict[tuple[int, int], DeviceMesh] = field(default_factory=dict)  # by shape; (0, n): groups of n ranks
 
     def __post_init__(self) -> None:
         self.ranks = next(column for column in self.columns if self.global_rank in column)
@@ -125,6 +125,29 @@ class DataMesh:
         if shape not in self._meshes:
             self._meshes[shape] = self._build(shape)
         return self._meshes[shape]
+
+    def secondary(self, size: int) -> DeviceMesh:
+        """2-D mesh of groups of `size` neighbouring ranks (dim 1), which must divide the shards of a replica."""
+        if (0, size) not in self._meshes:
+            num_shards = self.size // self.dp_replicate_size
+            if num_shards % size:
+                raise ConfigError(
+                    say(
+                        given=f"secondary_shard_size={size} on {num_shards} ranks that share one copy of the model",
+                        expected="a size that divides them",
+                        do=f"Choose one of {[n for n in range(2, num_shards + 1) if num_shards % n == 0]}.",
+                    )
+                )
+            grids = [torch.tensor(column).view(-1, size) for column in self.columns]
+            across = self._group_of([row for grid in grids for row in grid.T.tolist()])
+            inside = self._group_of([row for grid in grids for row in grid.tolist()])
+            self._meshes[0, size] = DeviceMesh.from_group(
+                [across, inside],
+                self.device_type,
+                mesh=torch.tensor(self.ranks).view(-1, size),
+                mesh_dim_names=("across", "inside"),
+            )
+        return self._meshes[0, size]
 
     def _build(self, shape: tuple[int, int]) -> DeviceMesh:
         grids = [torch.tensor(column).view(shape) for column in self.columns]

@@ -13,6 +13,8 @@ from typing import Any, Literal
 from hfdist.errors import ConfigError, say
 
 ComputeMode = Literal["mixed", "cast", "autocast"]
+ReduceDtype = Literal["fp32", "compute", "bf16"]
+GatherDtype = Literal["compute", "int8"]
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero-bubble", "zbv", "pipedream")
 
 
@@ -29,9 +31,16 @@ class ZeroPlugin:
     stage: int = 3
     # Number of replicas of the sharded model (hybrid sharding); must divide the world size. 1 shards over all ranks.
     dp_replicate_size: int = 1
-    # dtype of gradient reductions: "fp32" (always at least the parameters' own) or "compute" (the compute dtype, half
-    # the wire under AMP, less exact).
-    reduce_dtype: Literal["fp32", "compute"] = "fp32"
+    # dtype of gradient reductions: "fp32" (always at least the parameters' own), "compute" (the compute dtype, half
+    # the wire under AMP, less exact) or "bf16" (the same half in an fp32 run). Sums are formed in fp32 on CPU ranks.
+    reduce_dtype: ReduceDtype = "fp32"
+    # How weights travel when they are gathered: "compute" (the compute dtype) or "int8" (ZeRO++, arXiv:2306.10209,
+    # section 3.1: matrices as blocks of 256 signed bytes and a scale, a quarter of fp32's bytes, less exact). Where
+    # nothing is gathered (stage 0, one process) it does nothing.
+    gather_dtype: GatherDtype = "compute"
+    # Stage 3: from forward to backward each group of this many neighbouring ranks keeps blocks among themselves, so
+    # that backward gathers inside the group (ZeRO++, section 3.2). Must divide the ranks of one replica.
+    secondary_shard_size: int | None = None
     # Class names of the modules to shard as one unit each. None: found from the model's own structure.
     block_classes: tuple[str, ...] | None = None
     # Ranks may run different modules in one step. Right at the price of one small exchange per collective.
@@ -55,10 +64,29 @@ class ZeroPlugin:
             do="Leave it out to shard over all ranks.",
         )
         _require(
-            self.reduce_dtype in ("fp32", "compute"),
+            self.reduce_dtype in ("fp32", "compute", "bf16"),
             given=f"ZeroPlugin(reduce_dtype={self.reduce_dtype!r})",
-            expected='"fp32" or "compute"',
+            expected='"fp32", "compute" or "bf16"',
             do='Use "fp32" unless the wire is what limits you.',
+        )
+        _require(
+            self.gather_dtype in ("compute", "int8"),
+            given=f"ZeroPlugin(gather_dtype={self.gather_dtype!r})",
+            expected='"compute" or "int8"',
+            do='Use "compute" unless the wire is what limits you.',
+        )
+        secondary = self.secondary_shard_size
+        _require(
+            secondary is None or (type(secondary) is int and secondary >= 2),
+            given=f"ZeroPlugin(secondary_shard_size={secondary!r})",
+            expected="a whole number of ranks, 2 or more",
+            do="Give the number of ranks of one machine, or leave it out. To keep whole copies, use stage 2.",
+        )
+        _require(
+            secondary is None or not self.conditional_modules,
+            given=f"ZeroPlugin(secondary_shard_size={secondary}, conditional_modules=True)",
+            expected="one of the two: a rank that skipped a module has nothing of it to share in backward",
+            do="Leave secondary_shard_size out.",
         )
 
 
@@ -111,6 +139,22 @@ class AmpPlugin:
             given=f"growth_interval={self.growth_interval}, hysteresis={self.hysteresis}",
             expected="whole numbers, 1 or more",
             do="The defaults are 2000 and 1.",
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class LossPlugin:
+    """How a causal language model's own loss is computed (`parallel/chunked_loss.py`)."""
+
+    # The loss is computed over this many tokens at a time, so that logits of no more tokens exist; training only.
+    chunk_size: int = field(kw_only=False)
+
+    def __post_init__(self) -> None:
+        _require(
+            type(self.chunk_size) is int and self.chunk_size >= 1,
+            given=f"LossPlugin(chunk_size={self.chunk_size!r})",
+            expected="a whole number of tokens, 1 or more",
+            do="1024 suits most vocabularies; leave the plugin out for logits of the whole batch.",
         )
 
 
@@ -181,4 +225,4 @@ class PipelineParallelPlugin:
             )
 
 
-Plugin = ZeroPlugin | AmpPlugin | TensorParallelPlugin | PipelineParallelPlugin
+Plugin = ZeroPlugin | AmpPlugin | LossPlugin | TensorParallelPlugin | PipelineParallelPlugin

@@ -162,6 +162,7 @@ def _read_zero(ledger: Ledger, content: Mapping[str, object], *, origin: str) ->
         ledger.claim(
             "zero_stage", 2, origin=f'{origin}, stage "auto": accelerate\'s default', strength=Strength.DEFAULT
         )
+    _read_zero_plus_plus(ledger, zero, origin=origin)
     for name, known in (("offload_optimizer", keys.OFFLOAD_OPTIMIZER), ("offload_param", keys.OFFLOAD_PARAM)):
         if zero.get(name) is None:
             continue
@@ -172,6 +173,16 @@ def _read_zero(ledger: Ledger, content: Mapping[str, object], *, origin: str) ->
                     f"zero_optimization.{name}.{key}", [f"zero_optimization.{name}.{k}" for k in known], origin=origin
                 )
         ledger.later(name, offload.get("device"), origin=f"{origin}, zero_optimization.{name}.device")
+
+
+def _read_zero_plus_plus(ledger: Ledger, zero: Mapping[str, object], *, origin: str) -> None:
+    """ZeRO++'s weights as int8 and its groups of ranks; 1 and false, DeepSpeed's defaults, ask for nothing."""
+    quantized, group = zero.get("zero_quantized_weights"), zero.get("zero_hpz_partition_size")
+    where = f"{origin}, zero_optimization."
+    if not is_unsaid(quantized) and _number(read_bool, quantized, f"{where}zero_quantized_weights"):
+        ledger.claim("gather_dtype", "int8", origin=f"{where}zero_quantized_weights")
+    if not is_unsaid(group) and _number(read_int, group, f"{where}zero_hpz_partition_size") != 1:
+        ledger.claim("secondary_shard_size", group, origin=f"{where}zero_hpz_partition_size")
 
 
 def _read_fp16(ledger: Ledger, content: Mapping[str, object], *, origin: str) -> None:
@@ -252,7 +263,7 @@ def _read_communication_dtype(ledger: Ledger, content: Mapping[str, object], *, 
 
 
 def claim_reduce_dtype(ledger: Ledger, dtype: object, *, origin: str) -> None:
-    """Gradients reduced in `dtype`: fp32, or the compute dtype (claimed before); anything else is an error."""
+    """Gradients reduced in `dtype`: fp32, bf16 or the compute dtype (claimed before); anything else is an error."""
     try:
         wanted = read_precision(dtype)
     except ValueError as error:
@@ -263,11 +274,13 @@ def claim_reduce_dtype(ledger: Ledger, dtype: object, *, origin: str) -> None:
         ledger.claim("reduce_dtype", "fp32", origin=origin)
     elif wanted == ledger.value("mixed_precision", "no"):
         ledger.claim("reduce_dtype", "compute", origin=origin)
+    elif wanted == "bf16":
+        ledger.claim("reduce_dtype", "bf16", origin=origin)
     else:
         ledger.refuse(
             f"gradient reductions in {wanted}",
             origin=origin,
-            why=f"fp32 or the compute dtype ({ledger.value('mixed_precision', 'no')})",
+            why=f"fp32, bf16 or the compute dtype ({ledger.value('mixed_precision', 'no')})",
             do="Remove it, or set mixed_precision to the same dtype.",
         )
 

@@ -124,7 +124,11 @@ TOP: dict[str, Rule] = {
     ),
 }
 
-_QUANTIZED = Refused("weights and gradients that travel unquantized", _DROP, ("false",))
+_QUANTIZED = Refused(
+    "gradients that are reduced unquantized, and one choice for all weights (zero_quantized_weights)",
+    'Remove it; "communication_data_type": "bf16" halves the bytes of reductions.',
+    ("false",),
+)
 _GROUPS = Refused(
     "sharding groups given by dp_replicate_size",
     'Remove it and write "hfdist": {"dp_replicate_size": N} (N replicas of the sharded model).',
@@ -137,9 +141,9 @@ ZERO: dict[str, Rule] = {
     "cpu_offload": Later("offload_optimizer"),
     "cpu_offload_param": Later("offload_param"),
     "zenflow": _CHANGES,
-    "zero_hpz_partition_size": _GROUPS,
+    "zero_hpz_partition_size": HANDLED,
     "mics_shard_size": _GROUPS,
-    "zero_quantized_weights": _QUANTIZED,
+    "zero_quantized_weights": HANDLED,
     "zero_quantized_nontrainable_weights": _QUANTIZED,
     "zero_quantized_gradients": _QUANTIZED,
     **dict.fromkeys(

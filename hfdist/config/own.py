@@ -8,14 +8,15 @@ from collections.abc import Mapping, Sequence
 from hfdist.config.ledger import Ledger, Strength
 from hfdist.config.table import OTHER_VARIABLES, PIPELINE_FIELDS, TENSOR_FIELDS
 from hfdist.errors import ConfigError, say
-from hfdist.plugins import AmpPlugin, PipelineParallelPlugin, TensorParallelPlugin, ZeroPlugin
+from hfdist.plugins import AmpPlugin, LossPlugin, PipelineParallelPlugin, TensorParallelPlugin, ZeroPlugin
 
-_KINDS = (ZeroPlugin, AmpPlugin, TensorParallelPlugin, PipelineParallelPlugin)
+_KINDS = (ZeroPlugin, AmpPlugin, LossPlugin, TensorParallelPlugin, PipelineParallelPlugin)
 # What a plugin is for: counts also at its default.
-_ALWAYS = ("stage", "dtype", "tp_size", "pp_size")
+_ALWAYS = ("stage", "dtype", "chunk_size", "tp_size", "pp_size")
 _FIELD_TO_SETTING = {
     "stage": "zero_stage",
     "dtype": "mixed_precision",
+    "chunk_size": "loss_chunk_size",
     **{field: setting for setting, field in (*TENSOR_FIELDS.items(), *PIPELINE_FIELDS.items())},
 }
 
@@ -34,7 +35,7 @@ def read_plugins(ledger: Ledger, plugins: Sequence[object]) -> None:
     """Claims of `Accelerator(plugins=[...])`, stronger than all others.
 
     A field left at its default says nothing, so that `plugins=[ZeroPlugin(stage=3)]` keeps the yaml's other choices;
-    `stage`, `dtype`, `tp_size` and `pp_size`, which are what a plugin is for, always count.
+    `stage`, `dtype`, `chunk_size`, `tp_size` and `pp_size`, which are what a plugin is for, always count.
     """
     for position, plugin in enumerate(plugins):
         if not isinstance(plugin, _KINDS):

@@ -11,7 +11,7 @@ from typing import Any, Literal
 from hfdist.config.ledger import Ledger
 from hfdist.config.table import AMP_FIELDS, PIPELINE_FIELDS, TENSOR_FIELDS, ZERO_FIELDS
 from hfdist.errors import ConfigError, say
-from hfdist.plugins import AmpPlugin, PipelineParallelPlugin, TensorParallelPlugin, ZeroPlugin
+from hfdist.plugins import AmpPlugin, LossPlugin, PipelineParallelPlugin, TensorParallelPlugin, ZeroPlugin
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,6 +24,8 @@ class Settings:
     zero: ZeroPlugin = dataclasses.field(default_factory=lambda: ZeroPlugin(stage=0))
     # None: full precision.
     amp: AmpPlugin | None = None
+    # None: logits of the whole batch, as the model does it.
+    loss: LossPlugin | None = None
     # None: no layer is split, no model is cut into stages.
     tensor: TensorParallelPlugin | None = None
     pipeline: PipelineParallelPlugin | None = None
@@ -65,13 +67,15 @@ def build_settings(ledger: Ledger, *, world_size: int | None) -> Settings:
     zero = ZeroPlugin(stage=ledger.value("zero_stage", 0), **zero_fields)  # type: ignore[arg-type]
     sizes = _model_sizes(ledger, world_size)
     tensor, pipeline = _build_tensor(ledger, sizes["tp_size"]), _build_pipeline(ledger, sizes["pp_size"])
+    model_ranks = sizes["tp_size"] * sizes["pp_size"]
     if world_size is not None:
-        model_ranks = (tensor.tp_size if tensor else 1) * (pipeline.pp_size if pipeline else 1)
         _verify_sizes(ledger, world_size, model_ranks, zero.dp_replicate_size)
+    _check_options(ledger, zero, world_size, model_ranks)
     loop: dict[str, Any] = {name: ledger.value(name) for name in _LOOP_FIELDS if name in ledger.claims}
     return Settings(
         zero=zero,
         amp=amp,
+        loss=LossPlugin(ledger.value("loss_chunk_size")) if "loss_chunk_size" in ledger.claims else None,  # type: ignore[arg-type]
         tensor=tensor,
         pipeline=pipeline,
         gradient_clipping=ledger.value("gradient_clipping") or None,  # type: ignore[arg-type]
@@ -79,6 +83,41 @@ def build_settings(ledger: Ledger, *, world_size: int | None) -> Settings:
         origins=dict(ledger.origins()),
         **loop,
     )
+
+
+def _check_options(ledger: Ledger, zero: ZeroPlugin, world_size: int | None, model_ranks: int) -> None:
+    """A secondary group must divide a replica; an option that does nothing at the stage a run starts with is said.
+
+    Together with tensor and pipeline parallelism (`model_ranks` above 1) these options have not been made to work.
+    """
+    asked = [name for name in ("gather_dtype", "secondary_shard_size", "loss_chunk_size") if name in ledger.claims]
+    asked = [name for name in asked if ledger.value(name) != "compute"]
+    if asked and model_ranks > 1:
+        sizes = [name for name in ("tp_size", "pp_size") if ledger.value(name, 1) != 1]
+        raise ConfigError(
+            say(
+                given=f"{', '.join(asked)} ({_named(ledger, asked)}) with {' and '.join(sizes)} above 1",
+                expected="one or the other: these options are for data parallelism",
+                do="Leave one of them out.",
+            )
+        )
+    secondary = zero.secondary_shard_size
+    if secondary is not None and world_size is not None:
+        num_shards = world_size // zero.dp_replicate_size
+        if num_shards % secondary:
+            divisors = [n for n in range(2, num_shards + 1) if num_shards % n == 0]
+            raise ConfigError(
+                say(
+                    given=f"secondary_shard_size = {secondary} from {ledger.claims['secondary_shard_size'].origin} and "
+                    f"{num_shards} ranks that share one copy of the model",
+                    expected="a size that divides them",
+                    do=f"Choose one of {divisors}." if divisors else "Leave it out.",
+                )
+            )
+    if secondary is not None and zero.stage != 3:
+        ledger.notice(f"secondary_shard_size = {secondary}: acts at stage 3 only, this run starts at {zero.stage}")
+    if zero.gather_dtype == "int8" and zero.stage == 0:
+        ledger.notice("gather_dtype = int8: nothing is gathered at stage 0, where this run starts")
 
 
 def _verify_sizes(ledger: Ledger, world_size: int, model_ranks: int, replicas: int) -> None:

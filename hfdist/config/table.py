@@ -14,6 +14,7 @@ from hfdist.config.values import (
     read_choice,
     read_count,
     read_counts,
+    read_group_size,
     read_names,
     read_nonnegative,
     read_plan,
@@ -41,7 +42,14 @@ SETTINGS: dict[str, Setting] = {
     "zero_stage": Setting(read_stage, "0 replicates, 1 shards optimizer state, 2 also gradients, 3 also parameters."),
     "dp_replicate_size": Setting(read_count, "Number of replicas of the sharded model; must divide the world size."),
     "reduce_dtype": Setting(
-        read_choice("fp32", "compute"), 'dtype of gradient reductions: "fp32", or "compute" for half the wire.'
+        read_choice("fp32", "compute", "bf16"),
+        'dtype of gradient reductions: "fp32", "compute" (the compute dtype) or "bf16" for half the wire.',
+    ),
+    "gather_dtype": Setting(
+        read_choice("compute", "int8"), 'How weights travel to be gathered: "compute" (the compute dtype) or "int8".'
+    ),
+    "secondary_shard_size": Setting(
+        read_group_size, "Ranks (of one machine) that keep blocks among themselves from forward to backward; stage 3."
     ),
     "block_classes": Setting(read_names, "Class names of the modules to shard as one unit each, comma-separated."),
     "conditional_modules": Setting(read_bool, "true when ranks may run different modules in one step."),
@@ -73,6 +81,8 @@ SETTINGS: dict[str, Setting] = {
     "hysteresis": Setting(read_count, "Overflows in a row before the loss scale backs off; fp16 only."),
     "min_scale": Setting(read_positive, "The loss scale is never lowered below this; fp16 only."),
     "max_skipped_steps": Setting(read_count, "Skipped steps in a row after which training stops; fp16 only."),
+    # LossPlugin
+    "loss_chunk_size": Setting(read_count, "Tokens whose logits exist at one time in a causal model's own loss."),
     # The loop
     "gradient_accumulation_steps": Setting(read_count, "Micro-steps per optimizer step."),
     "gradient_clipping": Setting(read_nonnegative, "Largest global gradient norm; 0 clips nothing."),
@@ -101,6 +111,8 @@ AMP_FIELDS = (
 ZERO_FIELDS = (
     "dp_replicate_size",
     "reduce_dtype",
+    "gather_dtype",
+    "secondary_shard_size",
     "block_classes",
     "conditional_modules",
     "escalate_on_oom",

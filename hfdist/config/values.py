@@ -79,6 +79,14 @@ def read_size(value: object) -> int | str:
         raise ValueError('a whole number, 1 or more, or "all"') from None
 
 
+def read_group_size(value: object) -> int:
+    """A whole number of ranks, 2 or more."""
+    number = read_int(value)
+    if number < 2:
+        raise ValueError("a whole number, 2 or more")
+    return number
+
+
 def read_nonnegative(value: object) -> float:
     """A finite number, 0 or more."""
     number = read_float(value)

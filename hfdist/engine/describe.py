@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Literal
 
 from hfdist.engine.core import Engine
 from hfdist.engine.norm import local_tensor
 from hfdist.models.size import model_size
 from hfdist.plan import Layout, explain, format_bytes, plan_step
+from hfdist.plugins import ZeroPlugin
 
 
-def layout(
-    engine: Engine, stage: int, *, micro_steps: int = 1, reduce_dtype: Literal["fp32", "compute"] = "fp32"
-) -> Layout:
+def layout(engine: Engine, stage: int, *, zero: ZeroPlugin, micro_steps: int = 1) -> Layout:
     """The layout in force at `stage`; the optimizer's state is counted where it exists, else taken as Adam's."""
     values = 2
     for optimizer in engine.optimizers:
@@ -28,7 +26,9 @@ def layout(
         dp_replicate_size=engine.mesh.dp_replicate_size,
         precision=engine.amp.dtype if engine.amp else "fp32",
         compute=engine.amp.compute if engine.amp else "mixed",
-        reduce_dtype=reduce_dtype,
+        reduce_dtype=zero.reduce_dtype,
+        gather_dtype=zero.gather_dtype,
+        secondary_shard_size=zero.secondary_shard_size,
         micro_steps=micro_steps,
         optimizer_values=values,
     )

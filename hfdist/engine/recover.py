@@ -116,5 +116,5 @@ def _advice(accelerator: Accelerator) -> str:
             "Stage 3 is the highest; use a smaller batch or sequence, gradient checkpointing, mixed precision, or "
             "more ranks."
         )
-    now = describe.layout(accelerator.engine, accelerator.zero_stage)
+    now = describe.layout(accelerator.engine, accelerator.zero_stage, zero=accelerator.settings.zero)
     return f"{describe.higher_stages(accelerator.engine, now)} Set ZeroPlugin(stage=...) or escalate_on_oom=True."

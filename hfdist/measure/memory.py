@@ -2,7 +2,8 @@
 
     owner           what is counted
     parameters      what `model.parameters()` store here: shards at ZeRO 1-3 (padding included), whole at 0
-    gathered        whole parameters that a unit needs while it runs (FSDP2's all-gather outputs that are allocated)
+    gathered        whole parameters that a unit needs while it runs (FSDP2's all-gather outputs that are allocated),
+                    and the part of them that a secondary group keeps for backward
     gradients       reduced gradients (`p.grad`) and whole ones that wait for their reduction; what wrappers of an
                     optimizer (DeepSpeed's) keep in attributes named after gradients
     optimizer       state of the optimizers, and masters that only they hold
@@ -182,6 +183,8 @@ def _count(models: list[torch.nn.Module], optimizers: list[Any]) -> tuple[dict[s
     # While a unit is gathered, `model.parameters()` are its copies: the shards come from FSDP2.
     shards = [param.sharded_param for param in fsdp_params]
     copies = {id(param._unsharded_param) for param in fsdp_params if hasattr(param, "_unsharded_param")}
+    # What a secondary group keeps from forward to backward.
+    copies |= {id(kept) for param in fsdp_params if (kept := _secondary(param, "_param")) is not None}
     plain = [p for model in models for p in model.parameters() if id(p) not in copies]
     parameters = list({id(p): p for p in (*shards, *plain)}.values())
 
@@ -192,6 +195,7 @@ def _count(models: list[torch.nn.Module], optimizers: list[Any]) -> tuple[dict[s
     for param in fsdp_params:
         for tensor in (*param.all_gather_outputs, *param._unsharded_inner_tensors):
             owned["gathered"] += storages.add(tensor)
+        owned["gathered"] += storages.add(_secondary(param, "_param_data"))
     for parameter in parameters:
         owned["gradients"] += storages.add(parameter.grad)
     for param in fsdp_params:
@@ -231,6 +235,11 @@ def _fsdp_groups(model: torch.nn.Module) -> list[FSDPParamGroup]:
         if isinstance(module, FSDPModule)
         for group in module._get_fsdp_state()._fsdp_param_groups
     ]
+
+
+def _secondary(param: Any, kind: str) -> torch.Tensor | None:
+    """FSDP2's attribute for a unit that is sharded over another group after its forward; it comes with the first."""
+    return getattr(param, f"_sharded_post_forward{kind}", None)
 
 
 def _in_flight(group: FSDPParamGroup) -> Iterator[torch.Tensor]:

@@ -24,14 +24,17 @@ DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 
 
 def mixed_precision_policy(amp: AmpPlugin | None, reduce_dtype: str, model: nn.Module) -> MixedPrecisionPolicy:
-    """FSDP2's policy for `amp`; without it only the reductions of half-precision models are lifted to fp32."""
+    """FSDP2's policy for `amp` and `ZeroPlugin.reduce_dtype`; half-precision models are reduced in fp32."""
+    if amp is None and reduce_dtype == "bf16":
+        return MixedPrecisionPolicy(reduce_dtype=torch.bfloat16)
     if amp is None:
         halves = any(p.dtype in (torch.float16, torch.bfloat16) for p in model.parameters() if p.requires_grad)
         return MixedPrecisionPolicy(reduce_dtype=torch.float32 if halves and reduce_dtype == "fp32" else None)
     compute = DTYPES[amp.dtype]
+    reduce = {"fp32": torch.float32, "bf16": torch.bfloat16, "compute": compute}[reduce_dtype]
     return MixedPrecisionPolicy(
         param_dtype=None if amp.compute == "autocast" else compute,
-        reduce_dtype=torch.float32 if reduce_dtype == "fp32" else compute,
+        reduce_dtype=reduce,
         cast_forward_inputs=amp.compute == "cast",
     )
 

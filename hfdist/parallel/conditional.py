@@ -28,23 +28,24 @@ def serve(zero: ZeroModel, op: int, unit: int) -> bool:
     group = fsdp.param_group(module)
     assert group is not None
     if op == comm.GATHER:
-        _serve_gather(group, module)
+        _serve_gather(zero, group, module)
     elif op == comm.REDUCE:
         _serve_reduce(group, module)
     return True
 
 
-def _serve_gather(group: fsdp.FSDPParamGroup, module: torch.nn.Module) -> None:
+def _serve_gather(zero: ZeroModel, group: fsdp.FSDPParamGroup, module: torch.nn.Module) -> None:
     shards = fsdp.shard_group(group)
     if direct.gathers(group):
         if shards.size() > 1:
-            direct.serve_gather(group, "served")
+            direct.serve_gather(group, "served", int8=zero.int8)
         return
     if group.is_unsharded or group._all_gather_result is not None:
         inputs = [p._sharded_param_data.to(p.param_dtype or p._sharded_param_data.dtype) for p in group.fsdp_params]
         same = len({t.dtype for t in inputs}) == 1
         flat = torch.cat(inputs if same else [t.view(torch.uint8) for t in inputs])
-        comm.all_gather(flat.new_empty(flat.numel() * shards.size()), flat, shards, label="served")
+        with fsdp.unmet(group):
+            group._all_gather_comm(flat.new_empty(flat.numel() * shards.size()), flat, shards)
         return
     with fsdp.unmet(group):
         fsdp.as_fsdp(module).unshard()

@@ -4,6 +4,9 @@
     reduce    whole gradients are exchanged where autograd left them; what remains is this rank's rows of the mean
     stage 0   the gathered parameter *is* the stored one when both have one dtype: no copy, no second P bytes
 
+A gather may pack matrices as int8 (`quantize.py`); from what a secondary group kept after forward (`fsdp.py`) it takes
+the values as they are, so that forward and backward compute with the same ones.
+
 Everything that can fail for want of memory is allocated before the ranks meet. FSDP2's own path stays for devices and
 for reductions over shards and replicas together.
 """
@@ -22,7 +25,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.tensor import DTensor
 
-from hfdist.parallel import exchange, fsdp
+from hfdist.parallel import exchange, fsdp, quantize
 
 # Runs a collective once the ranks have met about it.
 Meet = Callable[[Callable[[], None]], None]
@@ -52,25 +55,33 @@ def _replicas(group: FSDPParamGroup) -> dist.ProcessGroup | None:
 
 
 @torch.no_grad()
-def unshard(group: FSDPParamGroup, meet: Meet, label: str) -> None:
+def unshard(group: FSDPParamGroup, meet: Meet, label: str, *, int8: bool = False) -> None:
     """What FSDP2's `unshard` and `wait_for_unshard` do together: whole parameters registered on their modules."""
     if group.is_unsharded:
         return
     if not group.unshard_in_backward and group._training_state == TrainingState.PRE_BACKWARD:
         return
-    shards = fsdp.shard_group(group)
+    # The secondary group's where that has kept the parameters since forward.
+    shards, secondary = group._all_gather_process_group, group.is_sharded_post_forward
     try:
-        outputs = [output for param in group.fsdp_params if (output := _allocate(param, shards)) is not None]
+        allocated = [(param, _allocate(param, fsdp.shard_group(group))) for param in group.fsdp_params]
+        outputs = [output for _, output in allocated if output is not None]
         # Autograd may have saved a gathered parameter: what fills it again is the same value.
         versioned = tuple(output for output in outputs if not output.is_inference())
         with torch.autograd._unsafe_preserve_version_counter(versioned) if versioned else contextlib.nullcontext():
             for param in group.fsdp_params:
-                for output in param.all_gather_outputs if param._sharded_param_data.numel() else ():
-                    output.view(shards.size(), -1)[shards.rank()].copy_(param._sharded_param_data)
+                stored = cast(
+                    torch.Tensor, param._sharded_post_forward_param_data if secondary else param._sharded_param_data
+                )
+                for output in param.all_gather_outputs if stored.numel() else ():
+                    output.view(shards.size(), -1)[shards.rank()].copy_(stored)
             if shards.size() > 1:
-                rows = [output.view(shards.size(), -1) for output in outputs if output.numel()]
+                filled = [(param, output) for param, output in allocated if output is not None and output.numel()]
+                rows = [output.view(shards.size(), -1) for _, output in filled]
+                matrices = [int8 and not secondary and fsdp.is_matrix(param) for param, _ in filled]
+                packed = quantize.PackedGather(rows, matrices, shards, label)
                 _try_spare(group)
-                meet(lambda: exchange.gather(rows, shards, label=label))
+                meet(packed.run)
     except BaseException:
         for param in group.fsdp_params:
             param.free_unsharded_param()
@@ -81,16 +92,19 @@ def unshard(group: FSDPParamGroup, meet: Meet, label: str) -> None:
 
 
 @torch.no_grad()
-def serve_gather(group: FSDPParamGroup, label: str) -> None:
+def serve_gather(group: FSDPParamGroup, label: str, *, int8: bool = False) -> None:
     """Take part in a gather that only other ranks need; the group stays as it is."""
     shards = fsdp.shard_group(group)
-    outputs = []
+    outputs, matrices = [], []
     for param in group.fsdp_params:
+        if not param._sharded_param_data.numel():
+            continue
         shard = param._sharded_param_data
         output = torch.empty(shards.size(), shard.numel(), dtype=param.param_dtype or shard.dtype, device=param.device)
         output[shards.rank()].copy_(shard)
         outputs.append(output)
-    exchange.gather(outputs, shards, label=label)
+        matrices.append(int8 and fsdp.is_matrix(param))
+    quantize.PackedGather(outputs, matrices, shards, label).run()
 
 
 def _allocate(param: FSDPParam, shards: dist.ProcessGroup) -> torch.Tensor | None:

@@ -16,14 +16,16 @@ import torch
 from torch import nn
 from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY
 from torch.distributed._composable_state import _module_state_mapping
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
-from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo
+from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, HSDPMeshInfo
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.tensor import DTensor
 
 from hfdist import comm
 from hfdist.errors import DistributedError, say
+from hfdist.parallel.quantize import Part
 
 
 def as_fsdp(module: nn.Module) -> FSDPModule:
@@ -53,6 +55,51 @@ def shard_group(group: FSDPParamGroup) -> torch.distributed.ProcessGroup:
     """The process group over which the group's parameters are sharded (size 1 at stage 0)."""
     assert isinstance(group.mesh_info, FSDPMeshInfo)
     return group.mesh_info.shard_process_group
+
+
+def is_matrix(param: FSDPParam) -> bool:
+    """Whether `param` is a floating-point matrix (or more): what travels as int8 where that is asked for."""
+    return len(param._orig_size) >= 2 and param.sharded_param.is_floating_point()
+
+
+def parts(group: FSDPParamGroup) -> list[Part]:
+    """What lies one after another in a rank's part of FSDP2's gather buffer."""
+    return [
+        Part(param.padded_sharded_param_size.numel(), param.param_dtype or param.orig_dtype, is_matrix(param))
+        for param in group.fsdp_params
+    ]
+
+
+def keep_secondary(module: nn.Module, mesh: DeviceMesh) -> None:
+    """Let a unit that is freed after forward stay sharded over dim 1 of the 2-D `mesh` until its backward gathers it.
+
+    FSDP2's `reshard_after_forward=int`, which its public switch of that policy cannot say.
+    """
+    group = param_group(module)
+    if group is None:
+        return
+    kept = group.fsdp_params[0].post_forward_mesh_info
+    if kept is None or kept.mesh is not mesh:
+        kept = HSDPMeshInfo(mesh, shard_mesh_dim=1, replicate_mesh_dim=0)
+        for param in group.fsdp_params:
+            param.post_forward_mesh_info = kept
+            param._init_sharded_post_forward_param_metadata(torch.empty(param._orig_size, device="meta"))
+    group.post_forward_mesh_info = kept
+
+
+def drop_secondary(module: nn.Module) -> None:
+    """Free what a unit at rest kept for a backward that did not come."""
+    for param in iterate_params([module]):
+        if getattr(param, "_sharded_post_forward_param_data", None) is not None:
+            param._sharded_post_forward_param = param._sharded_post_forward_param_data = None
+
+
+def accumulate_as_computed(group: FSDPParamGroup) -> None:
+    """Whole gradients that wait for a later reduction add up in their own dtype where the reduction's is narrower."""
+    for param in group.fsdp_params:
+        computed = param.param_dtype or param.orig_dtype
+        if param.reduce_dtype is not None and param.reduce_dtype.itemsize < computed.itemsize:
+            param.reduce_dtype = None  # the group keeps what it reduces in
 
 
 def has_gradient(param: FSDPParam) -> bool:

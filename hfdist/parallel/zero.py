@@ -33,7 +33,7 @@ from hfdist import comm
 from hfdist.errors import ConfigError, say
 from hfdist.mesh import DataMesh
 from hfdist.models.blocks import find_blocks
-from hfdist.parallel import direct, fsdp
+from hfdist.parallel import direct, fsdp, quantize
 
 if TYPE_CHECKING:
     from hfdist.parallel.split import SplitModel
@@ -51,6 +51,8 @@ class ZeroModel:
     blocks: list[tuple[str, nn.Module]]
     replicated: list[nn.Parameter]  # 0-dim parameters, which FSDP2 refuses: kept whole, gradients all-reduced
     conditional: bool = False
+    int8: bool = False  # matrices travel as int8 when they are gathered
+    secondary_shard_size: int | None = None  # stage 3: ranks that keep blocks among themselves
     split: SplitModel | None = None  # of a model that is also split over tensor or pipeline ranks
     before_reduce: Callable[[fsdp.FSDPParamGroup], None] | None = None  # with a unit's whole gradients
     window_open: bool = False  # between a micro-step without and the one with gradient synchronisation
@@ -95,14 +97,17 @@ class ZeroModel:
             return
         unit = self.unit_numbers[name]
         unit_module = fsdp.as_fsdp(module)
-        unit_module.set_custom_all_gather(_MetAllGather(self.meeting, unit, name))
+        packed = group if self.int8 else None
+        unit_module.set_custom_all_gather(_MetAllGather(self.meeting, unit, name, packed))
         unit_module.set_custom_reduce_scatter(_CountedReduceScatter(name))
         if direct.gathers(group):
 
             def meet(collective: Callable[[], None]) -> None:
                 self.meeting.run(comm.GATHER, unit, collective=collective)
 
-            group.unshard = lambda async_op=False: direct.unshard(group, meet, name)  # type: ignore[method-assign]
+            group.unshard = (  # type: ignore[method-assign]
+                lambda async_op=False: direct.unshard(group, meet, name, int8=self.int8)
+            )
             # A gather is complete when it returns, so that an early one would only hold memory.
             group._backward_prefetch = lambda: None  # type: ignore[method-assign]
         original = group.post_backward
@@ -115,6 +120,8 @@ class ZeroModel:
         """Set what FSDP2 keeps and frees according to the stage, for the last (or only) micro-step of a window."""
         for _, module in self.blocks:
             fsdp.as_fsdp(module).set_reshard_after_forward(self.stage in (0, 3), recurse=False)
+            if self.stage == 3 and self.secondary_shard_size is not None:
+                fsdp.keep_secondary(module, self.mesh.secondary(self.secondary_shard_size))
         # The root is needed again at once when backward starts, so stage 3 keeps it, as FSDP2 does by default.
         root = fsdp.as_fsdp(self.model)
         root.set_reshard_after_forward(self.stage == 0, recurse=False)
@@ -142,6 +149,7 @@ class ZeroModel:
         """Put every unit at rest: sharded parameters registered, gathered copies freed. No communication."""
         for module in self.modules:
             fsdp.as_fsdp(module).reshard()
+            fsdp.drop_secondary(module)
 
     def _rest_after_forward(self, module: nn.Module, args: object, output: object) -> None:
         """After a forward without gradients every unit is at rest, so that `model.parameters()` are those that train.
@@ -181,6 +189,7 @@ class ZeroModel:
 
     def _post_backward(self, group: fsdp.FSDPParamGroup, unit: int, name: str, original: Callable[[], None]) -> None:
         """Meet before a unit's gradients are reduced; the parameters that have one must be the same on all ranks."""
+        fsdp.accumulate_as_computed(group)
         flags = [fsdp.has_gradient(param) for param in group.fsdp_params]
         if not group.reduce_grads or not any(flags):
             original()
@@ -232,12 +241,18 @@ def build_zero_model(
     mp_policy: MixedPrecisionPolicy,
     block_classes: tuple[str, ...] | None = None,
     conditional: bool = False,
+    int8: bool = False,
+    secondary_shard_size: int | None = None,
 ) -> ZeroModel:
     """What `apply_zero` will shard, worked out but not yet done. Raises ConfigError for what cannot be sharded."""
     _refuse_what_sharding_loses(model)
     blocks = find_blocks(model, block_classes)
     replicated = [p for p in model.parameters() if p.ndim == 0]
-    zero = ZeroModel(model, mesh, meeting, mp_policy, stage, blocks, replicated, conditional)
+    if secondary_shard_size == mesh.shape(3)[1]:  # the group of all: what stage 3 does anyway
+        secondary_shard_size = None
+    zero = ZeroModel(
+        model, mesh, meeting, mp_policy, stage, blocks, replicated, conditional, int8, secondary_shard_size
+    )
     for name, module in zero.units:
         inside = [b for _, b in blocks] if module is model else []
         _check_one_dtype(name, module, inside)
@@ -311,14 +326,16 @@ def _check_one_dtype(name: str, module: nn.Module, inside: list[nn.Module]) -> N
 
 
 class _MetAllGather(AllGather):
-    """FSDP2's all-gather, after the ranks agreed on the unit."""
+    """FSDP2's all-gather, after the ranks agreed on the unit; the matrices of `packed` travel as int8."""
 
-    def __init__(self, meeting: comm.Meeting | None, unit: int, name: str) -> None:
-        self.meeting, self.unit, self.name = meeting, unit, name
+    def __init__(
+        self, meeting: comm.Meeting | None, unit: int, name: str, packed: fsdp.FSDPParamGroup | None = None
+    ) -> None:
+        self.meeting, self.unit, self.name, self.packed = meeting, unit, name, packed
 
     def without_meeting(self) -> _MetAllGather:
         """The same gather for a rank that has met the others already."""
-        return _MetAllGather(None, self.unit, self.name)
+        return _MetAllGather(None, self.unit, self.name, self.packed)
 
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
@@ -331,7 +348,11 @@ class _MetAllGather(AllGather):
         async_op: bool = False,
     ) -> None:
         def gather() -> None:
-            comm.all_gather(output_tensor, input_tensor, group, self.name)
+            # A secondary group passes on what travelled once already.
+            if self.packed is not None and group.size() == fsdp.shard_group(self.packed).size():
+                quantize.gather_flat(output_tensor, input_tensor, fsdp.parts(self.packed), group, self.name)
+            else:
+                comm.all_gather(output_tensor, input_tensor, group, self.name)
 
         if self.meeting is None:
             gather()

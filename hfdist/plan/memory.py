@@ -16,6 +16,8 @@ differs is what lives *during* a step, in the compute dtype of c bytes (fp32 4, 
     2       c P                    4T/N + c new    -> 4T/N + c new
     3       c (root + a block)     4T/N + c new    -> 4T/N + c new
 
+with `secondary_shard_size=n` stage 3 also keeps c (blocks) / n of the gathered copies from forward to backward.
+
 where "new" are the gradients that exist whole beside those already reduced or added up: at most the root's and one
 block's; with k = 1 the shards of units that come later are not there yet. `plan_memory` finds the exact peak. The paper
 (arXiv:1910.02054, Adam, half precision) has 16P, 4P + 12P/N, 2P + 14P/N and 16P/N for stages 0 to 3, gathered copies at
@@ -107,6 +109,7 @@ class _Walk:
     _kept_output: int = 0  # bytes of the last all-gather output of a forward
     _kept_input: int = 0  # bytes of the last reduction's input
     _pending: int = 0  # bytes of gradients that autograd has in part
+    _secondary: dict[int, int] = field(default_factory=dict)  # unit -> bytes kept for its backward
     _whole: dict[int, int] = field(default_factory=dict)  # unit -> bytes of gradients that wait whole
 
     def __post_init__(self) -> None:
@@ -133,6 +136,7 @@ class _Walk:
             self._gather(block, keep_output=True)
             if self.layout.stage in (0, 3):
                 self._free(block)
+            self._keep_secondary(block)
         if self.layout.stage == 0:
             self._free(self.root)
         self._drop_output()
@@ -169,6 +173,7 @@ class _Walk:
         self.now.gathered += nbytes
         self._gathered.add(unit)
         self._look()
+        self.now.gathered -= self._secondary.pop(unit, 0)
         if self.layout.num_shards > 1:
             if keep_output:
                 self._kept_output = nbytes
@@ -182,6 +187,12 @@ class _Walk:
             self._prefetched = unit
             self._look()
 
+    def _keep_secondary(self, unit: int) -> None:
+        if self.layout.secondary is not None:
+            self._secondary[unit] = self._copy_bytes(unit) // self.layout.secondary
+            self.now.gathered += self._secondary[unit]
+            self._look()
+
     def _drop_output(self) -> None:
         self.now.communication -= self._kept_output
         self._kept_output = 0
@@ -193,7 +204,7 @@ class _Walk:
 
     def _arrive(self, unit: int, nbytes: int) -> None:
         """Autograd finished whole gradients of `unit`; in the accumulated dtype they add up in place."""
-        accumulates_in_place = self.layout.reduce_bytes == self.layout.compute_bytes
+        accumulates_in_place = self.layout.accumulate_bytes == self.layout.compute_bytes
         if accumulates_in_place and self._accumulated(unit):
             return
         self._whole[unit] = self._whole.get(unit, 0) + nbytes
@@ -209,8 +220,8 @@ class _Walk:
         if not self._reduces:
             if self._frees_after_backward:
                 self._free(unit)
-            kept = layout.reduce_bytes * trainable
-            self._look(extra=kept if layout.reduce_bytes != layout.compute_bytes and self.first else 0)
+            kept = layout.accumulate_bytes * trainable
+            self._look(extra=kept if layout.accumulate_bytes != layout.compute_bytes and self.first else 0)
             self.now.gradients += kept - self._whole.get(unit, 0)
             self._whole[unit] = kept
             self._look()

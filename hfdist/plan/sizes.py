@@ -17,6 +17,19 @@ from hfdist.errors import ConfigError, say
 Precision = Literal["fp32", "bf16", "fp16"]
 Shape = tuple[int, ...]
 
+# A matrix that travels as int8: so many values share one fp32 scale.
+INT8_BLOCK = 256
+_SCALE_BYTES = 4
+
+
+def packed_bytes(numel: int) -> int:
+    """Bytes that `numel` values become as int8 blocks with their scales.
+
+    >>> packed_bytes(256), packed_bytes(257)
+    (260, 520)
+    """
+    return -(-numel // INT8_BLOCK) * (INT8_BLOCK + _SCALE_BYTES)
+
 
 @dataclass(frozen=True)
 class Unit:
@@ -46,6 +59,15 @@ class Unit:
     def trainable_shard(self, num_shards: int) -> int:
         """The same of the parameters that get a gradient."""
         return sum(_shard_numel(shape, num_shards) for shape in self.trainable)
+
+    def travelling_bytes(self, num_shards: int, *, compute_bytes: int, int8: bool) -> int:
+        """Bytes of one rank's part of a gather; as int8 the matrices, vectors in the compute dtype all the same.
+
+        >>> Unit(((512, 3), (4,))).travelling_bytes(2, compute_bytes=4, int8=True)  # 768 values in 3 blocks, and 2
+        788
+        """
+        numels = [(_shard_numel(shape, num_shards), len(shape) >= 2) for shape in (*self.trainable, *self.frozen)]
+        return sum(packed_bytes(n) if int8 and matrix else n * compute_bytes for n, matrix in numels)
 
     def __add__(self, other: Unit) -> Unit:
         return Unit(self.trainable + other.trainable, self.frozen + other.frozen)
@@ -117,7 +139,11 @@ class Layout:
     precision: Precision = "fp32"
     # What a forward sees under bf16 and fp16: see `AmpPlugin.compute`.
     compute: Literal["mixed", "cast", "autocast"] = "mixed"
-    reduce_dtype: Literal["fp32", "compute"] = "fp32"
+    reduce_dtype: Literal["fp32", "compute", "bf16"] = "fp32"
+    # How matrices travel when they are gathered, and the ranks that keep blocks among themselves from forward to
+    # backward at stage 3 (`ZeroPlugin`).
+    gather_dtype: Literal["compute", "int8"] = "compute"
+    secondary_shard_size: int | None = None
     # Micro-steps per optimizer step (gradient accumulation).
     micro_steps: int = 1
     # Optimizer state per parameter in fp32 values: Adam 2, SGD with momentum 1, plain SGD 0.
@@ -141,6 +167,18 @@ class Layout:
                 )
             )
 
+        if self.secondary_shard_size is not None and (
+            self.secondary_shard_size < 2 or self.world_size // self.dp_replicate_size % self.secondary_shard_size
+        ):
+            raise ConfigError(
+                say(
+                    given=f"secondary_shard_size={self.secondary_shard_size} on "
+                    f"{self.world_size // self.dp_replicate_size} ranks that share one copy of the model",
+                    expected="2 or more ranks, a number that divides them",
+                    do="Leave it out to gather over all of them in backward as well.",
+                )
+            )
+
     @property
     def num_shards(self) -> int:
         """Ranks that share one copy of what is sharded; 1 at stage 0."""
@@ -159,4 +197,15 @@ class Layout:
     @property
     def reduce_bytes(self) -> int:
         """Bytes of an element in a gradient reduction."""
-        return self.compute_bytes if self.reduce_dtype == "compute" else 4
+        return {"fp32": 4, "compute": self.compute_bytes, "bf16": 2}[self.reduce_dtype]
+
+    @property
+    def accumulate_bytes(self) -> int:
+        """Bytes of an element of a whole gradient that waits for a later micro-step's reduction."""
+        return max(self.reduce_bytes, self.compute_bytes)
+
+    @property
+    def secondary(self) -> int | None:
+        """Ranks of the group that backward gathers in where that is not the group of all shards."""
+        smaller = self.stage == 3 and self.secondary_shard_size not in (None, self.num_shards)
+        return self.secondary_shard_size if smaller else None

@@ -10,7 +10,9 @@ the reduction's dtype (reductions). An all-reduce counts as two.
     3       2k        k              0.5 x 4e6 x 3 =  6.0 MB          24.0 MB
 
 `bound` is this table. `expected` is what the engine sends: at stage 3 the root stays gathered from forward to backward,
-so it moves k times, not 2k; and rows are padded to a multiple of N. With R replicas of N/R shards each, gathers and
+so it moves k times, not 2k; and rows are padded to a multiple of N. With `gather_dtype="int8"` a matrix moves 260 bytes
+for every 256 values. With `secondary_shard_size=n` the blocks' gathers in backward move (n-1)/n of P in the compute
+dtype, all of it inside groups of n ranks. With R replicas of N/R shards each, gathers and
 reductions stay inside a replica, and once per step an all-reduce runs across replicas over one rank's shard.
 """
 
@@ -18,7 +20,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from hfdist.plan.sizes import Layout, ModelSize
+from hfdist.plan.sizes import INT8_BLOCK, Layout, ModelSize
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,24 +46,29 @@ def plan_wire(model: ModelSize, layout: Layout) -> WirePlan:
     [4000000, 4000000, 10000000, 24000000]
     """
     shards, replicas, k = layout.num_shards, layout.num_replicas, layout.micro_steps
-    root, blocks = model.root, model.blocks
-    gathered = {
-        0: 0,
-        1: sum(unit.shard(shards) for unit in model.units),
-        2: sum(unit.shard(shards) for unit in model.units),
-        3: k * (root.shard(shards) + 2 * sum(block.shard(shards) for block in blocks)),
-    }[layout.stage]
-    num_gathers = {0: 0, 1: 1, 2: 1, 3: 2 * k}[layout.stage]
+    compute, int8, secondary = layout.compute_bytes, layout.gather_dtype == "int8", layout.secondary
+    parts = [(shards - 1) * unit.travelling_bytes(shards, compute_bytes=compute, int8=int8) for unit in model.units]
+    forward, root = sum(parts), parts[-1]
+    backward = forward - root
+    whole = model.num_parameters * (INT8_BLOCK + 4) // INT8_BLOCK if int8 else model.num_parameters * compute
+    least = (shards - 1) * whole // shards
+    least_backward = least
+    if secondary is not None:
+        padded = shards * sum(block.shard(shards) for block in model.blocks) * compute
+        backward = (secondary - 1) * padded // secondary
+        least_backward = (secondary - 1) * model.num_parameters * compute // secondary
+    gathered = {0: 0, 1: forward, 2: forward, 3: k * (forward + backward)}[layout.stage]
+    least_gathered = {0: 0, 1: least, 2: least, 3: k * (least + least_backward)}[layout.stage]
     num_reductions = {0: 0, 1: 1, 2: k, 3: k}[layout.stage]
     trainable_shard = sum(unit.trainable_shard(shards) for unit in model.units)
     all_reduce = 2 * (replicas - 1) * trainable_shard * layout.reduce_bytes // replicas
     bound = (
-        num_gathers * (shards - 1) * model.num_parameters * layout.compute_bytes // shards
+        least_gathered
         + num_reductions * (shards - 1) * model.num_trainable * layout.reduce_bytes // shards
         + 2 * (replicas - 1) * model.num_trainable * layout.reduce_bytes // shards // replicas
     )
     return WirePlan(
-        gather=(shards - 1) * gathered * layout.compute_bytes,
+        gather=gathered,
         reduce_scatter=num_reductions * (shards - 1) * trainable_shard * layout.reduce_bytes,
         all_reduce=all_reduce,
         bound=bound,

@@ -111,7 +111,14 @@ def step_in_memory(layout: Layout, family: str, tied: bool) -> MeasuredStep:
 
 
 def _accelerator(layout: Layout) -> object:
-    plugins: list[object] = [ZeroPlugin(stage=layout.stage, dp_replicate_size=layout.dp_replicate_size)]
+    zero = ZeroPlugin(
+        stage=layout.stage,
+        dp_replicate_size=layout.dp_replicate_size,
+        reduce_dtype=layout.reduce_dtype,
+        gather_dtype=layout.gather_dtype,
+        secondary_shard_size=layout.secondary_shard_size,
+    )
+    plugins: list[object] = [zero]
     if layout.precision != "fp32":
         plugins.append(AmpPlugin(dtype=layout.precision, compute=layout.compute))
     return make_accelerator(plugins=plugins, gradient_accumulation_steps=layout.micro_steps)

@@ -15,7 +15,7 @@ from accelerate.utils import (
 from hfdist.config import Settings, launched_sections, read_native_settings, resolve_engine, resolve_settings
 from hfdist.config.table import LATER, SETTINGS
 from hfdist.errors import ConfigError
-from hfdist.plugins import AmpPlugin, ZeroPlugin
+from hfdist.plugins import AmpPlugin, LossPlugin, ZeroPlugin
 
 # What `accelerate launch` exports for a DEEPSPEED yaml with the keys named.
 DEEPSPEED = {
@@ -155,6 +155,10 @@ def test_offload_is_not_in_this_release(part):
         ("ZERO_STAGE", "3", lambda s: s.zero.stage == 3),
         ("DP_REPLICATE_SIZE", "2", lambda s: s.zero.dp_replicate_size == 2),
         ("REDUCE_DTYPE", "compute", lambda s: s.zero.reduce_dtype == "compute"),
+        ("REDUCE_DTYPE", "bf16", lambda s: s.zero.reduce_dtype == "bf16"),
+        ("GATHER_DTYPE", "int8", lambda s: s.zero.gather_dtype == "int8"),
+        ("SECONDARY_SHARD_SIZE", "4", lambda s: s.zero.secondary_shard_size == 4),
+        ("LOSS_CHUNK_SIZE", "512", lambda s: s.loss == LossPlugin(512)),
         ("CONDITIONAL_MODULES", "true", lambda s: s.zero.conditional_modules),
         ("ESCALATE_ON_OOM", "1", lambda s: s.zero.escalate_on_oom),
         ("LOAD_SHARDED", "false", lambda s: s.zero.load_sharded is False),
@@ -172,6 +176,59 @@ def test_offload_is_not_in_this_release(part):
 )
 def test_own_variables(variable, value, got):
     assert got(settle({f"HFDIST_{variable}": value}))
+
+
+def test_options_of_wire_and_loss_are_off_unless_asked_for():
+    settings = settle({})
+    assert settings.loss is None
+    assert (settings.zero.reduce_dtype, settings.zero.gather_dtype) == ("fp32", "compute")
+    assert settings.zero.secondary_shard_size is None
+
+
+def test_options_of_wire_and_loss_by_plugin():
+    zero = ZeroPlugin(stage=3, gather_dtype="int8", secondary_shard_size=2, reduce_dtype="bf16")
+    settings = settle({"WORLD_SIZE": "4", "HFDIST_LOSS_CHUNK_SIZE": "7"}, plugins=(zero, LossPlugin(1024)))
+    assert settings.zero == zero
+    assert settings.loss == LossPlugin(1024)
+    assert settings.notices == ()
+
+
+def test_an_option_that_does_nothing_where_a_run_starts_is_said():
+    early = settle({"HFDIST_SECONDARY_SHARD_SIZE": "2", "HFDIST_ZERO_STAGE": "2"})
+    assert any("secondary_shard_size = 2: acts at stage 3 only" in line for line in early.notices)
+    whole = settle({"HFDIST_GATHER_DTYPE": "int8", "HFDIST_ZERO_STAGE": "0"})
+    assert any("nothing is gathered at stage 0" in line for line in whole.notices)
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: ZeroPlugin(gather_dtype="int4"), "int8"),
+        (lambda: ZeroPlugin(reduce_dtype="fp16"), "bf16"),
+        (lambda: ZeroPlugin(secondary_shard_size=1), "2 or more"),
+        (lambda: ZeroPlugin(secondary_shard_size=2, conditional_modules=True), "one of the two"),
+        (lambda: LossPlugin(0), "1 or more"),
+    ],
+)
+def test_options_that_can_never_be_right_are_refused_on_construction(make, words):
+    with pytest.raises(ConfigError, match=words):
+        make()
+
+
+@pytest.mark.parametrize("size", ["TP_SIZE", "PP_SIZE"])
+@pytest.mark.parametrize(
+    ("option", "value"), [("GATHER_DTYPE", "int8"), ("SECONDARY_SHARD_SIZE", "2"), ("LOSS_CHUNK_SIZE", "64")]
+)
+def test_options_of_data_parallelism_are_refused_beside_tensor_and_pipeline(size, option, value):
+    environ = {"WORLD_SIZE": "4", "HFDIST_ZERO_STAGE": "3", f"HFDIST_{size}": "2", f"HFDIST_{option}": value}
+    with pytest.raises(ConfigError, match=f"{option.lower()} .*{size.lower()} above 1"):
+        settle(environ)
+    assert settle({**environ, f"HFDIST_{size}": "1"}).zero.stage == 3
+
+
+def test_a_secondary_group_must_divide_the_ranks():
+    with pytest.raises(ConfigError, match=r"4 from HFDIST_SECONDARY_SHARD_SIZE and 6 ranks .*\[2, 3, 6\]"):
+        settle({"HFDIST_SECONDARY_SHARD_SIZE": "4", "WORLD_SIZE": "6"})
 
 
 @pytest.mark.parametrize(

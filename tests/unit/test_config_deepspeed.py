@@ -183,6 +183,23 @@ def test_the_dtype_of_reductions():
     refused(bf16, "bfp16")
     assert settle({**bf16, "communication_data_type": "bf16"}).zero.reduce_dtype == "compute"
     refused({**ZERO, "communication_data_type": "fp16"}, "communication_data_type", "fp16")
+    assert settle({**ZERO, "communication_data_type": "bf16"}).zero.reduce_dtype == "bf16"
+
+
+def test_zero_plus_plus():
+    """Weights as int8 and groups of ranks; DeepSpeed's defaults for both ask for nothing."""
+
+    def zero(**keys: object) -> dict[str, object]:
+        return {"zero_optimization": {"stage": 3, **keys}}
+
+    settings = settle(zero(zero_quantized_weights=True, zero_hpz_partition_size=4), WORLD_SIZE="8").zero
+    assert (settings.gather_dtype, settings.secondary_shard_size) == ("int8", 4)
+    for content in (zero(), zero(zero_quantized_weights=False, zero_hpz_partition_size=1)):
+        settings = settle(content).zero
+        assert (settings.gather_dtype, settings.secondary_shard_size) == ("compute", None)
+    refused(zero(zero_hpz_partition_size=4), "zero_hpz_partition_size", "6 ranks", "[2, 3, 6]", WORLD_SIZE="6")
+    own = {"hfdist": {"dp_replicate_size": 2}, **zero(zero_hpz_partition_size=4)}
+    refused(own, "zero_hpz_partition_size", "2 ranks", "[2]", WORLD_SIZE="4")
 
 
 def test_batch_sizes_are_checked_or_give_the_accumulation():
@@ -206,8 +223,13 @@ def test_sections_that_build_what_the_script_builds(section):
         ({"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}}}, "optimizer offload"),
         ({"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme", "nvme_path": "/x"}}}, "parameter offl"),
         ({"zero_optimization": {"stage": 2, "cpu_offload": True}}, "optimizer offload"),
-        ({"zero_optimization": {"stage": 3, "zero_quantized_weights": True}}, "zero_quantized_weights"),
-        ({"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 8}}, "dp_replicate_size"),
+        ({"zero_optimization": {"stage": 3, "zero_quantized_gradients": True}}, "zero_quantized_gradients"),
+        (
+            {"zero_optimization": {"stage": 3, "zero_quantized_nontrainable_weights": True}},
+            "zero_quantized_nontrainable",
+        ),
+        ({"zero_optimization": {"stage": 3, "zero_quantized_weights": "int4"}}, "zero_quantized_weights"),
+        ({"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 0}}, "zero_hpz_partition_size"),
         ({"zero_optimization": {"stage": 3, "mics_shard_size": 8}}, "dp_replicate_size"),
         ({"zero_optimization": {"stage": 3, "offload_param": {"devise": "cpu"}}}, "did you mean"),
         ({"zero_optimization": {"stage": 3, "overlap_com": True}}, "did you mean 'zero_optimization.overlap_comm'"),

@@ -138,6 +138,52 @@ def test_gathers_in_half_precision_reductions_in_fp32() -> None:
     assert plan_wire(MODEL, replace(layout, compute="autocast")).gather == 2 * MILLION
 
 
+def test_matrices_travel_as_int8_and_vectors_do_not() -> None:
+    """A shard of 3 x 300 values is 4 blocks of 260 bytes, one of 1 value 4 bytes; reductions stay as they were."""
+    model = ModelSize(root_early=Unit(((5, 300), (2,))))
+    layout = Layout(stage=2, world_size=2, gather_dtype="int8")
+    assert plan_wire(model, layout).gather == 4 * 260 + 4
+    assert plan_wire(model, replace(layout, precision="bf16")).gather == 4 * 260 + 2
+    exact = plan_wire(model, replace(layout, gather_dtype="compute"))
+    assert plan_wire(model, layout).reduce_scatter == exact.reduce_scatter
+    assert plan_wire(model, replace(layout, stage=0)).gather == 0
+
+
+def test_backward_gathers_inside_a_secondary_group() -> None:
+    """8 ranks in groups of 2, stage 3: forward moves 7/8 of everything, backward half of the blocks."""
+    layout = Layout(stage=3, world_size=8, secondary_shard_size=2, micro_steps=3)
+    wire = plan_wire(MODEL, layout)
+    blocks = MODEL.num_parameters - MODEL.root.numel
+    assert wire.gather == 3 * (4 * MILLION * 7 // 8 + 4 * blocks // 2)
+    assert wire.gather < plan_wire(MODEL, replace(layout, secondary_shard_size=None)).gather
+    assert plan_wire(MODEL, replace(layout, secondary_shard_size=8)) == plan_wire(
+        MODEL, replace(layout, secondary_shard_size=None)
+    )
+    for stage in (0, 1, 2):
+        there = replace(layout, stage=stage)
+        assert plan_wire(MODEL, there) == plan_wire(MODEL, replace(there, secondary_shard_size=None))
+    with pytest.raises(ConfigError, match="secondary_shard_size=3"):
+        replace(layout, secondary_shard_size=3)
+
+
+def test_a_secondary_group_keeps_its_part_of_the_blocks_for_backward() -> None:
+    """At the start of backward: the root, the last block whole, and 1/2 of all blocks, in the compute dtype."""
+    for precision, nbytes in (("fp32", 4), ("bf16", 2)):
+        layout = Layout(stage=3, world_size=8, secondary_shard_size=2, precision=precision)
+        plan, without = plan_memory(MODEL, layout), plan_memory(MODEL, replace(layout, secondary_shard_size=None))
+        blocks = MODEL.num_parameters - MODEL.root.numel
+        assert plan.peak.gathered - without.peak.gathered == nbytes * blocks // 2
+        assert plan.at_rest == without.at_rest
+
+
+def test_bf16_reductions_halve_the_wire_and_add_up_in_the_compute_dtype() -> None:
+    layout = Layout(stage=1, world_size=2, reduce_dtype="bf16", micro_steps=4)
+    exact = replace(layout, reduce_dtype="fp32")
+    assert plan_wire(MODEL, layout).reduce_scatter * 2 == plan_wire(MODEL, exact).reduce_scatter
+    assert plan_memory(MODEL, layout).peak.gradients == plan_memory(MODEL, exact).peak.gradients
+    assert plan_memory(MODEL, layout).at_rest == plan_memory(MODEL, exact).at_rest
+
+
 def test_replicas_share_by_all_reduce_over_a_shard() -> None:
     """4 ranks in 2 replicas: shards of a half; across replicas 2 x 1/2 of that half, once per update."""
     layout = Layout(stage=2, world_size=4, dp_replicate_size=2, micro_steps=3)

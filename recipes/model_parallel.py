@@ -1,7 +1,7 @@
 """Naive model parallel: layers over ranks, one batch at a time. The baseline that pipelines improve on.
 
-The idea. Each rank has consecutive layers, and hands its output to the next. A model that does not fit on one rank fits
-on several; but while one computes all others wait, so N ranks take as long as one:
+The idea. Each rank has consecutive layers, and hands its output to the next. A model that does not fit on one rank
+fits on several; but while one computes all others wait, so N ranks take as long as one:
 
     rank 0   F . . B          idle (N-1)/N of the time: 50 % for N = 2, 75 % for N = 4
     rank 1   . F B .
@@ -9,11 +9,12 @@ on several; but while one computes all others wait, so N ranks take as long as o
 It is GPipe with one micro-batch, and that is what the config says. The loop is any loop: `model(**batch)` returns the
 same loss on every rank.
 
-Wires, per step: what passes between two ranks, hidden x tokens x 4 bytes forward and as much backward. 320 x 12 x 128 x 4
-= 1.97 MB each way, and nothing for weights or gradients: each parameter has one owner.
+Wires, per step: what passes between two ranks, hidden x tokens x 4 bytes forward and as much backward: 320 x 12 x 128
+x 4 = 1.97 MB each way; and the gradient of the tied embedding, which the first and the last rank have: 8192 x 320 x 4
+= 10.5 MB. No other weight or gradient moves: each has one owner.
 
-Memory per rank (fp32, AdamW): 16 bytes for each parameter it owns. P = 9,445,440, the tied embedding counts on both
-ends: about 16P/N = 75.6 MB + the second copy of the embedding.
+Memory per rank (fp32, AdamW): 16 bytes for each parameter it owns; the tied embedding is on both ends. P = 9,445,440,
+N = 2: 16 (P + 8192 x 320) / 2 = 96.5 MB.
 
     accelerate launch recipes/model_parallel.py
     accelerate launch --config_file accelerate_configs/model_parallel.yaml recipes/model_parallel.py --steps 50

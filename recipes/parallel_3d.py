@@ -9,8 +9,9 @@ least and have the furthest, data parallelism in between. Eight ranks as 2 x 2 x
 Ranks 0, 1, 4, 5 have one model between them and read the same batches. With `--num-processes 4` there is one of these.
 Any ZeRO stage goes with it, and `accelerator.set_zero_stage(n)` works here as well.
 
-Wires per rank and step: tensor 2 all-reduces a block and pass; pipeline hidden x tokens x 4 bytes a cut and way; data
-2 (N-1)/N x 4 bytes for each parameter the rank has. 320 x 6 x 128 x 4 = 0.98 MB a passing batch of one data rank.
+Wires per rank and step: tensor 2 all-reduces a block and pass; pipeline hidden x tokens x 4 bytes a cut and way, 320 x
+6 x 128 x 4 = 0.98 MB for the batch of one data rank, and the tied embedding's gradient; data 2 (N-1)/N x 4 bytes for
+each parameter the rank has.
 
 Memory per rank (fp32, AdamW): of P / (2 x 2) parameters 8 bytes for values and gradients and 8/2 for the optimizer's
 state: 12 x 9,445,440 / 4 = 28.3 MB, plus the second copy of the tied embedding.

@@ -8,10 +8,11 @@ backward for each further forward:
 
 Same gradient, same idle time; but rank r holds the activations of at most N - r micro-batches instead of all m.
 
-Wires, per step and cut: hidden x tokens x 4 bytes forward and as much backward. 320 x 12 x 128 x 4 = 1.97 MB each way.
+Wires, per step and cut: hidden x tokens x 4 bytes forward and as much backward, 320 x 12 x 128 x 4 = 1.97 MB each way;
+and the gradient of the tied embedding, which the first and the last rank have: 8192 x 320 x 4 = 10.5 MB.
 
-Memory per rank (fp32, AdamW): 16 bytes for each parameter it owns, about 16P/N = 75.6 MB for P = 9,445,440 and N = 2,
-plus the second copy of the tied embedding.
+Memory per rank (fp32, AdamW): 16 bytes for each parameter it owns; the tied embedding is on both ends. P = 9,445,440,
+N = 2: 16 (P + 8192 x 320) / 2 = 96.5 MB.
 
     accelerate launch recipes/pipeline_1f1b.py
     accelerate launch --config_file accelerate_configs/pipeline_1f1b.yaml recipes/pipeline_1f1b.py --steps 50

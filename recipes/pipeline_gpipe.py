@@ -1,7 +1,7 @@
 """GPipe: a batch in m micro-batches that follow each other through the ranks.
 
-The idea (Huang et al. 2019). As in model_parallel each rank has consecutive layers. The batch is cut, so that rank 1 works
-on the first part while rank 0 begins the second; all forwards first, then all backwards:
+The idea (Huang et al. 2019). As in model_parallel each rank has consecutive layers. The batch is cut, so that rank 1
+works on the first part while rank 0 begins the second; all forwards first, then all backwards:
 
     rank 0   F0 F1 F2 F3 .  .  B3 B2 B1 B0      (drawn for N = 2, m = 4, a backward as long as a forward)
     rank 1   .  F0 F1 F2 F3 B3 B2 B1 B0 .       idle (N-1)/(m+N-1): 20 % here, 50 % in model_parallel
@@ -9,10 +9,11 @@ on the first part while rank 0 begins the second; all forwards first, then all b
 The gradient is that of the whole batch, so the loss is one process's. Activations of all m micro-batches are held at
 once: 1F1B (pipeline_1f1b) holds at most N. `hfdist schedule gpipe --plot x.png` draws it for any size.
 
-Wires, per step and cut: hidden x tokens x 4 bytes forward and as much backward. 320 x 12 x 128 x 4 = 1.97 MB each way.
+Wires, per step and cut: hidden x tokens x 4 bytes forward and as much backward, 320 x 12 x 128 x 4 = 1.97 MB each way;
+and the gradient of the tied embedding, which the first and the last rank have: 8192 x 320 x 4 = 10.5 MB.
 
-Memory per rank (fp32, AdamW): 16 bytes for each parameter it owns, about 16P/N = 75.6 MB for P = 9,445,440 and N = 2,
-plus the second copy of the tied embedding.
+Memory per rank (fp32, AdamW): 16 bytes for each parameter it owns; the tied embedding is on both ends. P = 9,445,440,
+N = 2: 16 (P + 8192 x 320) / 2 = 96.5 MB.
 
     accelerate launch recipes/pipeline_gpipe.py
     accelerate launch --config_file accelerate_configs/pipeline_gpipe.yaml recipes/pipeline_gpipe.py --steps 50

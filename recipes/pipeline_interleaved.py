@@ -1,17 +1,18 @@
 """Interleaved 1F1B: several short stages a rank, so that the pipeline fills and empties faster.
 
-The idea (Narayanan et al. 2021, section 2.2). Of 2N stages rank r has the r-th and the (N+r)-th. A micro-batch passes every
-rank twice, and each pass is half as long: what a rank waits for at the beginning and the end is half as long too.
+The idea (Narayanan et al. 2021, section 2.2). Of 2N stages rank r has the r-th and the (N+r)-th. A micro-batch passes
+every rank twice, and each pass is half as long: what a rank waits for at the beginning and the end is half as long
+too.
 
     idle (N-1)/(vm+N-1): 11 % for N = 2, m = 4 and v = 2 stages a rank; 20 % without
 
 Paid with v times the messages. m must be a multiple of N.
 
-Wires, per step: 2N - 1 cuts, each hidden x tokens x 4 bytes forward and as much backward. 320 x 12 x 128 x 4 = 1.97 MB
-each way and cut.
+Wires, per step: 2N - 1 cuts, each hidden x tokens x 4 bytes forward and as much backward, 320 x 12 x 128 x 4 = 1.97 MB
+each way and cut; and the gradient of the tied embedding, which two ranks have: 8192 x 320 x 4 = 10.5 MB.
 
-Memory per rank (fp32, AdamW): 16 bytes for each parameter it owns, about 16P/N = 75.6 MB for P = 9,445,440 and N = 2,
-plus the second copy of the tied embedding.
+Memory per rank (fp32, AdamW): 16 bytes for each parameter it owns; the tied embedding is on both ends. P = 9,445,440,
+N = 2: 16 (P + 8192 x 320) / 2 = 96.5 MB.
 
     accelerate launch recipes/pipeline_interleaved.py
     accelerate launch --config_file accelerate_configs/pipeline_interleaved.yaml recipes/pipeline_interleaved.py --steps 50

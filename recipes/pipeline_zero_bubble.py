@@ -1,7 +1,8 @@
 """Zero-bubble: backward in two halves, of which the second can wait and so fills the gaps.
 
-The idea (Qi et al. 2024). A backward computes the gradient of its input, which the rank before waits for, and that of the
-weights, which nobody waits for until the update. Done apart (I and W), the second half goes where a rank would idle:
+The idea (Qi et al. 2024). A backward computes the gradient of its input, which the rank before waits for, and that of
+the weights, which nobody waits for until the update. Done apart (I and W), the second half goes where a rank would
+idle:
 
     rank 0   F0 F1 .  I0 F2 I1 W0 F3 I2 W1 ...
     rank 1   .  F0 I0 F1 I1 W0 F2 I2 W1 ...
@@ -9,11 +10,11 @@ weights, which nobody waits for until the update. Done apart (I and W), the seco
 torch's interleaved zero-bubble order, 2 stages a rank; `hfdist schedule zero-bubble zbv --plot x.png` draws it and the
 V-shaped one. Same gradient as one process.
 
-Wires, per step: 2N - 1 cuts, each hidden x tokens x 4 bytes forward and as much backward. 320 x 12 x 128 x 4 = 1.97 MB
-each way and cut.
+Wires, per step: 2N - 1 cuts, each hidden x tokens x 4 bytes forward and as much backward, 320 x 12 x 128 x 4 = 1.97 MB
+each way and cut; and the gradient of the tied embedding, which two ranks have: 8192 x 320 x 4 = 10.5 MB.
 
-Memory per rank (fp32, AdamW): 16 bytes for each parameter it owns, about 16P/N = 75.6 MB for P = 9,445,440 and N = 2,
-plus the second copy of the tied embedding; and what a W needs is held until it has run.
+Memory per rank (fp32, AdamW): 16 bytes for each parameter it owns; the tied embedding is on both ends. P = 9,445,440,
+N = 2: 16 (P + 8192 x 320) / 2 = 96.5 MB. What a W needs is held until it has run.
 
     accelerate launch recipes/pipeline_zero_bubble.py
     accelerate launch --config_file accelerate_configs/pipeline_zero_bubble.yaml recipes/pipeline_zero_bubble.py --steps 50

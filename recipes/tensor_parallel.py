@@ -1,7 +1,7 @@
 """Tensor parallelism: every layer split over the ranks, which compute each token together.
 
-The idea (Megatron-LM, Shoeybi et al. 2019). Attention by heads, the MLP by its inner width: the first matrix of a pair is
-cut by columns, the second by rows, so that a pair needs one sum over the ranks and no rank ever sees the inside of
+The idea (Megatron-LM, Shoeybi et al. 2019). Attention by heads, the MLP by its inner width: the first matrix of a pair
+is cut by columns, the second by rows, so that a pair needs one sum over the ranks and no rank ever sees the inside of
 another's half. The vocabulary is split too: the embedding looks up what it has, the head computes its part of the
 logits, and the loss is taken from the parts, so that no rank holds the logits of all words.
 
@@ -9,12 +9,12 @@ logits, and the loss is taken from the parts, so that no rank holds the logits o
 
 The plan is transformers' own where the model has one, else found from its structure and tried on a small copy first.
 
-Wires, per block: 2 all-reduces of hidden x tokens x 4 bytes forward and 2 backward, each 2 (N-1)/N of it. 320 x 12 x 128 x
-4 = 1.97 MB; 6 blocks, N = 2: 24 x 1.97 = 47.2 MB a step, and a few for the embedding and the loss. So it wants the
-fastest wires there are: it is the innermost axis.
+Wires, per block: 2 all-reduces of hidden x tokens x 4 bytes forward and 2 backward, each 2 (N-1)/N of it. 320 x 12 x
+128 x 4 = 1.97 MB; 6 blocks, N = 2: 24 x 1.97 = 47.2 MB a step, and a few for the embedding and the loss. So it wants
+the fastest wires there are: it is the innermost axis.
 
-Memory per rank (fp32, AdamW): 16P/N but for the norms, 75.6 MB for P = 9,445,440 and N = 2; activations between pairs are
-whole on every rank.
+Memory per rank (fp32, AdamW): 16P/N but for the norms, 75.6 MB for P = 9,445,440 and N = 2; activations between pairs
+are whole on every rank.
 
     accelerate launch recipes/tensor_parallel.py
     accelerate launch --config_file accelerate_configs/tensor_parallel.yaml recipes/tensor_parallel.py --steps 50

@@ -1,4 +1,4 @@
-"""Training on a grid pp x dp x tp through `hfdist.Accelerator`, recorded like one process: what the grid's tests share."""
+"""Training on a grid pp x dp x tp through `hfdist.Accelerator`, recorded like one process: what grid tests share."""
 
 from __future__ import annotations
 

@@ -46,10 +46,12 @@ def find_heads(attention: nn.Module, *, out_width: int | None) -> Heads | None:
 
     `out_width`: what its output projection takes in, where that is known: the width of all query heads together.
     """
-    dim = _first(attention, _DIM)
-    if dim is None:
+    dim, num = _first(attention, _DIM), _first(attention, _HEADS)
+    if dim is None and num is not None:
+        dim = (_first(attention, _WIDTHS) or 0) // num
+    if not dim:
         return None
-    num = _first(attention, _HEADS) or (out_width or 0) // dim
+    num = num or (out_width or 0) // dim
     num = num or getattr(getattr(attention, "config", None), "num_attention_heads", 0)
     if not num:
         return None

@@ -18,6 +18,10 @@ from hfdist.parallel.tensor.layout import Layout, Replicated, Split
 from hfdist.parallel.tensor.styles import Site, Style, style_of
 
 
+class UnfitPlan(ConfigError):
+    """A plan does not fit the model whatever the number of ranks: another candidate may."""
+
+
 @dataclass
 class Changes:
     """What a plan does to a model, before it is done."""
@@ -51,7 +55,8 @@ def plan_changes(model: nn.Module, plan: Plan, ranks: Ranks) -> Changes:
         if name in modules:
             module = modules[name]
             length = 0
-            for kind, parameter in module.named_parameters(recurse=False):
+            own = module.named_parameters(recurse=False) if style.cut or style.partial_gradient else ()
+            for kind, parameter in own:
                 layout = _layout(style, module, parameter, name, changes, ranks)
                 lay(parameter, layout, f"{name}.{kind}")
                 if isinstance(layout, Split) and kind == "weight":
@@ -119,7 +124,7 @@ def _layout(
     heads = changes.attentions.get(name.rpartition(".")[0])
     if style.blocks == "qkv":
         if heads is None or length != (heads.num + 2 * heads.num_kv) * heads.dim:
-            raise ConfigError(
+            raise UnfitPlan(
                 say(
                     given=f"{name} with {length} outputs as fused q, k, v of {heads}",
                     expected="the queries of all heads, then keys, then values",

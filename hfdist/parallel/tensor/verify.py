@@ -22,6 +22,7 @@ from hfdist.models.tensor_plans import Plan, expand
 from hfdist.parallel.tensor.apply import TensorParallel, apply_plan
 from hfdist.parallel.tensor.collectives import Ranks
 from hfdist.parallel.tensor.layout import Replicated
+from hfdist.parallel.tensor.layouts import UnfitPlan
 from hfdist.parallel.tensor.vocab import splits_loss
 
 # transformers computes norms, softmax and angles in fp32 in any model; a wrong plan is off by the size of values.
@@ -37,16 +38,27 @@ def verified_plan(model: nn.Module, candidates: list[Plan], ranks: Ranks) -> Pla
     """
     probe = _probe(model)
     inputs = _inputs(probe)
-    want = _measure(probe, inputs)
+    want, fault = _measure_safely(probe, inputs)
+    if want is None:  # some of transformers' code wants fp32
+        probe.float()
+        want, fault = _measure_safely(probe, inputs)
+    if want is None:
+        raise ConfigError(
+            say(
+                given=f"{type(model).__name__}, whose forward failed in a trial before it was split: {fault}",
+                expected="a forward and backward with input_ids",
+                do="Call with verify=False and a plan of your own.",
+            )
+        )
     names = {name for name, _ in probe.named_modules()} | {
         name for name, _ in probe.named_parameters(remove_duplicate=False)
     }
     faults: list[str] = []
-    refused: ConfigError | None = None
+    refused: UnfitPlan | None = None
     for plan in candidates:
         try:
             handle = apply_plan(probe, {name: style for name, style in plan.items() if name in names}, ranks)
-        except ConfigError as error:  # heads, sizes: the same on all ranks, before anything moved
+        except UnfitPlan as error:  # the same on all ranks, before anything moved
             refused = error
             continue
         try:
@@ -59,12 +71,13 @@ def verified_plan(model: nn.Module, candidates: list[Plan], ranks: Ranks) -> Pla
         if not fault and not wrong:
             rules = {re.sub(r"(?<=\.)\d+(?=\.)", "*", name): "replicated_with_grad_allreduce" for name in partial}
             return {**plan, **expand(model, rules, strict=False)}
-        faults.append(fault or f"different {', '.join(wrong[:4])}{' and more' if len(wrong) > 4 else ''}")
+        fault = fault or f"different {', '.join(wrong[:4])}{' and more' if len(wrong) > 4 else ''}"
+        faults += [fault] if fault not in faults else []
     if refused is not None and not faults:
         raise refused
     raise ConfigError(
         say(
-            given=f"{type(model).__name__}, over {ranks.size} ranks by {len(faults)} plan(s): {'; '.join(faults)}",
+            given=f"{type(model).__name__}, over {ranks.size} ranks by {len(candidates)} plan(s): {'; '.join(faults)}",
             expected="the output and the gradients of the whole model, in a trial on a copy with random weights",
             do="Pass plan={'layers.*.module': 'style', ...} that fits this model, or tp_size=1.",
         )
@@ -136,7 +149,7 @@ def _measure(probe: nn.Module, inputs: dict[str, Tensor]) -> _Measured:
     if first is None:
         first = outputs[0]
     generator = torch.Generator().manual_seed(8)
-    weights = torch.randn(first.shape, generator=generator, dtype=torch.float64)
+    weights = torch.randn(first.shape, generator=generator, dtype=torch.float64).to(first.dtype)
     loss = (first * weights).mean()
     if "labels" in inputs:
         loss = loss + outputs.loss

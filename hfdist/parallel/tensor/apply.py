@@ -193,7 +193,9 @@ def _hook_model(run: Run, model: nn.Module, plan: Plan) -> list[Callable[[], Non
     def pre(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         run.leave()
         returns_dict = kwargs.get("return_dict", getattr(getattr(module, "config", None), "return_dict", True))
-        asked = lazy is not None and torch.is_grad_enabled() and returns_dict is not False
+        # A loss that was set after this model was split gets whole logits.
+        known = lazy is not None and isinstance(module.loss_function, vocab.VocabularyLoss)
+        asked = known and torch.is_grad_enabled() and returns_dict is not False
         run.local_logits = asked and vocab.takes_labels(module, args, kwargs)
 
     def post(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:

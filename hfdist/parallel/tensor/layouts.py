@@ -54,6 +54,14 @@ def plan_changes(model: nn.Module, plan: Plan, ranks: Ranks) -> Changes:
         style = style_of(style_name, name)
         if name in modules:
             module = modules[name]
+            if style.cut and hasattr(module, "base_layer"):
+                raise ConfigError(
+                    say(
+                        given=f"{name}, which an adapter ({type(module).__name__}) wraps",
+                        expected="the model's own layers",
+                        do="Use tp_size=1 with adapters, or merge them first.",
+                    )
+                )
             length = 0
             own = module.named_parameters(recurse=False) if style.cut or style.partial_gradient else ()
             for kind, parameter in own:

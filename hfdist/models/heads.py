@@ -20,6 +20,8 @@ _KV_WIDTHS = ("kv_dim",)
 
 # Arguments with one row a head (dimension 0; a batch may be folded into it), built outside of the attention module.
 HEAD_ARGUMENTS = ("alibi", "position_bias")
+# An argument that has a row a head in dimension 1 for some models, and one for all heads for others.
+MASK_ARGUMENT = "attention_mask"
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 
-from tests.models import Recipe, Window, make_windows
+from tests.models import IGNORE, Batch, Recipe, Window, make_windows
 from tests.oracle import Step, Tensors, assert_near, assert_same, gradients_of, parameters_of, train
 from tests.pool import Pools
 
@@ -130,7 +130,9 @@ class Trained:
     undone: Tensors
 
 
-def _train(family: str, tied: bool, windows: list[Window], recipe: Recipe, build_args: dict[str, Any]) -> Trained:
+def _train(
+    family: str, tied: bool, windows: list[Window], recipe: Recipe, build_args: dict[str, Any], sequence: bool
+) -> Trained:
     from hfdist.measure.wire import record_wire
     from hfdist.models.blocks import find_blocks
     from hfdist.parallel.tensor import apply_tensor_parallel
@@ -138,7 +140,7 @@ def _train(family: str, tied: bool, windows: list[Window], recipe: Recipe, build
     model = build(family, tied=tied, **build_args)
     optimizers = recipe.build(model)
     assert dist.group.WORLD is not None
-    handle = apply_tensor_parallel(model, dist.group.WORLD)
+    handle = apply_tensor_parallel(model, dist.group.WORLD, sequence_parallel=sequence)
     blocks = sum(p.nbytes for _, block in find_blocks(model) for p in block.parameters())
     steps = []
     with Exact():
@@ -170,6 +172,7 @@ def check(
     gas: int,
     optimizer: str,
     limit: float | None = None,
+    sequence: bool = False,
     **build_args: Any,
 ) -> None:
     """Five optimizer steps over `size` ranks against one process; a rank holds `limit` of the blocks' bytes at most."""
@@ -177,12 +180,14 @@ def check(
     from hfdist.models.blocks import find_blocks
 
     windows = make_windows(vocab=VOCAB, steps=5, gas=gas, world_size=1)
+    if sequence:
+        windows = [[[padded(micro[0], size)] for micro in window] for window in windows]
     recipe = Recipe(optimizer)  # type: ignore[arg-type]
     model = build(family, tied=tied, **build_args)
     block_bytes = sum(p.nbytes for _, block in find_blocks(model) for p in block.parameters())
     with Exact():
         want = train(model, windows, optimizers=recipe.build, weighting="mean")
-    for rank, trained in enumerate(pool(size).run(_train, family, tied, windows, recipe, build_args)):
+    for rank, trained in enumerate(pool(size).run(_train, family, tied, windows, recipe, build_args, sequence)):
         for number, (ours, theirs) in enumerate(zip(trained.steps, want, strict=True)):
             where = f"{family} rank {rank} step {number}"
             assert_near(f"{where}: loss", ours.loss, theirs.loss, TOLERANCE)
@@ -223,6 +228,32 @@ def test_pairwise(pool: Pools, family: str, size: int, tied: bool, gas: int, opt
     """Ties, accumulation, optimizers and group sizes over the families; a copied head makes blocks larger."""
     limit = 0.6 if family in ("qwen3", "gemma", "falcon-mq") else None
     check(pool, family, size=size, tied=tied, gas=gas, optimizer=optimizer, limit=limit)
+
+
+def padded(batch: Batch, multiple: int) -> Batch:
+    """The batch with padding on the right to a length that `multiple` divides."""
+    missing = -batch["input_ids"].shape[1] % multiple
+    filler = {"input_ids": 0, "attention_mask": 0, "labels": IGNORE}
+    return {name: torch.nn.functional.pad(batch[name], (0, missing), value=filler[name]) for name in filler}
+
+
+@pytest.mark.parametrize(
+    ("family", "size", "tied", "gas", "optimizer"),
+    [
+        ("llama", 2, True, 3, "adamw"),
+        ("llama-kv1", 4, False, 1, "sgd"),
+        ("qwen3", 2, False, 3, "adamw"),
+        ("gpt2", 4, True, 1, "adamw"),
+        ("opt", 2, True, 3, "sgd"),
+        ("bloom", 2, True, 1, "adamw"),
+        ("falcon-alibi", 4, True, 3, "adamw"),
+        ("gpt_neox", 2, False, 1, "sgd"),
+        ("bert", 2, True, 3, "adamw"),
+    ],
+)
+def test_sequence_parallel(pool: Pools, family: str, size: int, tied: bool, gas: int, optimizer: str) -> None:
+    limit = 0.6 if family == "llama-kv1" else None
+    check(pool, family, size=size, tied=tied, gas=gas, optimizer=optimizer, limit=limit, sequence=True)
 
 
 @dataclass
@@ -267,14 +298,16 @@ class Widest(TorchDispatchMode):
         return result
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt2", "gemma", "bloom", "mixtral", "gpt_neox"])
+@pytest.mark.parametrize(
+    "family", ["llama", "qwen3", "gpt2", "gemma", "bloom", "mpt", "mixtral", "gpt_neox", "falcon-alibi", "falcon-mq"]
+)
 @pytest.mark.parametrize("size", [2, 4])
 def test_what_is_sent(pool: Pools, family: str, size: int) -> None:
     """Two all-reduces of (rows, tokens, hidden) a block forward and two backward; the embedding one; the head one."""
     (window,) = make_windows(vocab=VOCAB, steps=1, gas=1, world_size=1, ragged=False)
     batch = window[0][0]
     tokens = batch["input_ids"].numel()
-    hidden = {"gpt_neox": 24}.get(family, 20)
+    hidden = {"gpt_neox": 24, "falcon-alibi": 24, "falcon-mq": 24}.get(family, 20)
     ring = 2 * (size - 1) / size
     for wire in pool(size).run(_wire, family, batch):
         # Backward: into each pair and the head; a router's weights are what experts take besides their tokens.

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from transformers import CodeGenConfig, CodeGenForCausalLM, PreTrainedModel
 
 from tests.models import make_windows
 from tests.oracle import Tensors, assert_same, gradients_of, parameters_of
@@ -234,6 +236,51 @@ def _interrupted(batch: dict[str, Tensor]) -> tuple[float, float]:
 def test_a_forward_that_raises_leaves_nothing_behind(pool: Pools) -> None:
     for before, after in pool(2).run(_interrupted, _batch()):
         assert before == after
+
+
+def _last_resort(batch: dict[str, Tensor]) -> tuple[float, Tensors, float, list[str]]:
+    from hfdist.parallel.tensor import apply_tensor_parallel
+
+    messages: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("hfdist.parallel.tensor.verify")
+    logger.addHandler(handler)
+    try:
+        model = _codegen()
+        handle = apply_tensor_parallel(model, _world())
+    finally:
+        logger.removeHandler(handler)
+    with Exact():
+        loss = model(**batch).loss
+        loss.backward()
+    handle.reduce_partial_gradients()
+    gradients = {name: handle.whole(name, g) for name, g in gradients_of(model).items()}
+    return loss.item(), gradients, handle.block_share, messages
+
+
+def _codegen() -> PreTrainedModel:
+    """Its fused projection interleaves q, v and k in an order of its own."""
+    config = CodeGenConfig(
+        vocab_size=VOCAB, n_embd=24, n_layer=2, n_head=4, rotary_dim=4, n_positions=32, n_ctx=32, n_inner=52,
+        resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, initializer_range=0.2, use_cache=False,
+    )  # fmt: skip
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(3)
+        return CodeGenForCausalLM(config).to(torch.float64).train()
+
+
+def test_heads_that_cannot_be_spread(pool: Pools) -> None:
+    """Weights are split all the same, the result is one process's, and a warning says what it costs."""
+    batch, model = _batch(), _codegen()
+    with Exact():
+        loss = model(**batch).loss
+        loss.backward()
+    for rank, (got, gradients, share, messages) in enumerate(pool(2).run(_last_resort, batch)):
+        assert got == pytest.approx(loss.item(), abs=TOLERANCE)
+        assert_same("gradients", gradients, gradients_of(model), TOLERANCE)
+        assert share <= 0.6
+        assert ["heads cannot be spread" in message for message in messages] == ([True] if rank == 0 else [])
 
 
 def test_every_style_of_transformers_is_known() -> None:

@@ -14,12 +14,8 @@ from hfdist.errors import ConfigError, say
 from hfdist.models.heads import Heads, find_heads, local_attributes
 from hfdist.models.tensor_plans import Plan, is_conv1d, is_linear
 from hfdist.parallel.tensor.collectives import Ranks
-from hfdist.parallel.tensor.layout import Layout, Replicated, Split
+from hfdist.parallel.tensor.layout import Layout, Replicated, Split, UnfitPlan
 from hfdist.parallel.tensor.styles import Site, Style, style_of
-
-
-class UnfitPlan(ConfigError):
-    """A plan does not fit the model whatever the number of ranks: another candidate may."""
 
 
 @dataclass
@@ -71,7 +67,15 @@ def plan_changes(model: nn.Module, plan: Plan, ranks: Ranks) -> Changes:
                     length = parameter.shape[layout.dim]
                     changes.attributes += _own_attributes(style, module, layout, length, ranks)
             if style.before is not None or style.after is not None:
-                changes.sites.append((module, style, Site(name, length, _rope_dim(model, modules, name))))
+                changes.sites.append(
+                    (
+                        module,
+                        style,
+                        Site(
+                            name, length, _rope_dim(model, modules, name), name.rpartition(".")[0] in changes.attentions
+                        ),
+                    )
+                )
         else:
             owner, _, kind = name.rpartition(".")
             parameter = modules[owner]._parameters[kind]

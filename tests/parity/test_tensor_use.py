@@ -290,3 +290,24 @@ def test_every_style_of_transformers_is_known() -> None:
 
     assert set(ALL_PARALLEL_STYLES) <= set(STYLES) | set(REFUSED)
     assert not set(STYLES) & set(REFUSED)
+
+
+def _tried_on_a_shrunken_copy(family: str, batch: dict[str, Tensor]) -> float:
+    from hfdist.parallel.tensor import apply_tensor_parallel, verify
+
+    model = build(family, tied=True)
+    small, verify._SMALL = verify._SMALL, 0
+    try:
+        apply_tensor_parallel(model, _world())
+    finally:
+        verify._SMALL = small
+    with Exact():
+        return model(**batch).loss.item()
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "qwen3", "mixtral"])
+def test_large_models_are_tried_in_small(pool: Pools, family: str) -> None:
+    batch = _batch()
+    with Exact():
+        want = build(family, tied=True)(**batch).loss.item()
+    assert pool(2).run(_tried_on_a_shrunken_copy, family, batch) == pytest.approx([want, want], abs=TOLERANCE)

@@ -15,7 +15,7 @@ Memory per rank (fp32, AdamW): 16 bytes for each parameter it owns; the tied emb
 N = 2: 16 (P + 8192 x 320) / 2 = 96.5 MB.
 
     accelerate launch recipes/pipeline_interleaved.py
-    accelerate launch --config_file accelerate_configs/pipeline_interleaved.yaml recipes/pipeline_interleaved.py --steps 50
+    accelerate launch --config_file accelerate_configs/pipeline_interleaved.yaml recipes/pipeline_interleaved.py
 """
 
 from hfdist.recipe import Run, begin, build_loader, build_optimizer, load_data, load_model, load_tokenizer, save_model

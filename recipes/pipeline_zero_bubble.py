@@ -17,7 +17,7 @@ Memory per rank (fp32, AdamW): 16 bytes for each parameter it owns; the tied emb
 N = 2: 16 (P + 8192 x 320) / 2 = 96.5 MB. What a W needs is held until it has run.
 
     accelerate launch recipes/pipeline_zero_bubble.py
-    accelerate launch --config_file accelerate_configs/pipeline_zero_bubble.yaml recipes/pipeline_zero_bubble.py --steps 50
+    accelerate launch --config_file accelerate_configs/pipeline_zero_bubble.yaml recipes/pipeline_zero_bubble.py
 """
 
 from hfdist.recipe import Run, begin, build_loader, build_optimizer, load_data, load_model, load_tokenizer, save_model

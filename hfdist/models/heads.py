@@ -20,6 +20,8 @@ _KV_WIDTHS = ("kv_dim",)
 
 # Arguments with one row a head (dimension 0; a batch may be folded into it), built outside of the attention module.
 HEAD_ARGUMENTS = ("alibi", "position_bias")
+# An argument that has a row a head in dimension 1 for some models, and one for all heads for others.
+MASK_ARGUMENT = "attention_mask"
 
 
 @dataclass(frozen=True)
@@ -46,10 +48,12 @@ def find_heads(attention: nn.Module, *, out_width: int | None) -> Heads | None:
 
     `out_width`: what its output projection takes in, where that is known: the width of all query heads together.
     """
-    dim = _first(attention, _DIM)
-    if dim is None:
+    dim, num = _first(attention, _DIM), _first(attention, _HEADS)
+    if dim is None and num is not None:
+        dim = (_first(attention, _WIDTHS) or 0) // num
+    if not dim:
         return None
-    num = _first(attention, _HEADS) or (out_width or 0) // dim
+    num = num or (out_width or 0) // dim
     num = num or getattr(getattr(attention, "config", None), "num_attention_heads", 0)
     if not num:
         return None

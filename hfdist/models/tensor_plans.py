@@ -56,10 +56,9 @@ def plans_for(model: nn.Module, plan: str | Plan = "auto") -> list[Plan]:
         return [complete(model, expand(model, plan, strict=True))]
     own = expand(model, _own_plan(model), strict=False)
     blocks = tuple(name + "." for name, _ in find_blocks(model))
-    if any(name.startswith(blocks) for name in own):
-        return [complete(model, own)]
-    inferred = _inferred(model, blocks)
-    if not inferred:
+    reaches_blocks = bool(blocks) and any(name.startswith(blocks) for name in own)
+    candidates = [own] if reaches_blocks else _inferred(model, blocks)
+    if not candidates:
         raise ConfigError(
             say(
                 given=f"{type(model).__name__}, which has no tensor-parallel plan",
@@ -67,7 +66,13 @@ def plans_for(model: nn.Module, plan: str | Plan = "auto") -> list[Plan]:
                 do="Pass plan={'layers.*.self_attn.q_proj': 'colwise', ...} with a rule for each module to split.",
             )
         )
-    return [complete(model, candidate) for candidate in inferred]
+    experts = _experts(model, blocks)
+    candidates = [{**experts, **candidate} for candidate in candidates]
+    # Last, what needs to know nothing of a module's inside: its weights are split, its heads are not.
+    candidates += [_gathered(candidates[-1], attention_only=True), _gathered(candidates[-1], attention_only=False)]
+    if experts:
+        candidates += [{name: style for name, style in c.items() if name not in experts} for c in candidates]
+    return [complete(model, candidate) for candidate in candidates]
 
 
 def _own_plan(model: nn.Module) -> Plan:
@@ -163,6 +168,39 @@ def _inferred(model: nn.Module, blocks: Iterable[str]) -> list[Plan]:
         return [plan]
     # Packed as q, k, v, or head by head; the first is what the name c_attn and Wqkv stand for, the others the second.
     return [{**plan, **dict.fromkeys(fused, "fused_colwise")}, plan]
+
+
+def _experts(model: nn.Module, blocks: tuple[str, ...]) -> Plan:
+    """Rules for experts whose weights are stacked: gate_up_proj (experts, 2 x inside, hidden) and down_proj."""
+    plan: Plan = {}
+    for name, module in model.named_modules():
+        up, down = module._parameters.get("gate_up_proj"), module._parameters.get("down_proj")
+        if up is None or down is None or up.ndim != 3 or not name.startswith(blocks):
+            continue
+        # Biases are added by every rank.
+        if up.shape[1] == 2 * down.shape[2] and not any("bias" in kind for kind in module._parameters):
+            plan |= {f"{name}.gate_up_proj": "packed_colwise", f"{name}.down_proj": "rowwise", name: "moe_tp_experts"}
+    return plan
+
+
+def _gathered(plan: Plan, *, attention_only: bool) -> Plan:
+    """The plan with an all-gather after each column-parallel layer, for modules that cannot have fewer heads."""
+    instead = {
+        "colwise": "colwise_gather_output",
+        "fused_colwise": "colwise_gather_output",
+        "packed_colwise": "colwise_gather_output",
+        "rowwise": "rowwise_split_input",
+        "replicated_with_grad_allreduce": "replicate",
+    }
+    result = {}
+    for name, style in plan.items():
+        parent, _, last = name.rpartition(".")
+        inside = "expert" in parent or style not in instead
+        if inside or (attention_only and "att" not in parent.lower()):
+            result[name] = style
+        elif last not in _HEAD_PARAMETERS:
+            result[name] = instead[style]
+    return result
 
 
 def _rule(name: str) -> str | None:

@@ -5,6 +5,7 @@
     styles        one table: what each style of a plan means
     layouts       plan -> layouts, attributes, hooks to set; all checks
     vocab         loss on a split vocabulary
+    sequence      tokens split between the pairs of a block
     streams       random numbers of what is whole and what is split
     gradients     sums owed before an update, the norm
     apply         in place, and back

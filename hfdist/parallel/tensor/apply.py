@@ -22,9 +22,10 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from transformers.utils import ModelOutput
 
-from hfdist.models.heads import HEAD_ARGUMENTS, Heads
+from hfdist.models.blocks import find_blocks
+from hfdist.models.heads import HEAD_ARGUMENTS, MASK_ARGUMENT, Heads
 from hfdist.models.tensor_plans import Plan, output_head, plans_for
-from hfdist.parallel.tensor import collectives, gradients, vocab
+from hfdist.parallel.tensor import collectives, gradients, sequence, vocab
 from hfdist.parallel.tensor.collectives import Ranks
 from hfdist.parallel.tensor.layout import Layout, Split
 from hfdist.parallel.tensor.layouts import plan_changes
@@ -41,6 +42,7 @@ class TensorParallel:
     plan: Plan  # module or parameter name -> style, as applied
     layouts: dict[str, Layout]  # by parameter name, a tie once
     num_all_reduces: int  # of one forward; a backward has as many but for those of the embeddings
+    block_share: float  # of the elements of all blocks, how many this rank holds
     run: Run
     output_hook: RemovableHandle | None = None  # gives the model's output its lazy logits
     _undos: list[Callable[[], None]] = field(default_factory=list)
@@ -81,11 +83,17 @@ class TensorParallel:
 
 
 def apply_tensor_parallel(
-    model: nn.Module, group: dist.ProcessGroup, *, plan: str | Plan = "auto", verify: bool = True
+    model: nn.Module,
+    group: dist.ProcessGroup,
+    *,
+    plan: str | Plan = "auto",
+    sequence_parallel: bool = False,
+    verify: bool = True,
 ) -> TensorParallel:
     """Split `model`, the same whole one on every rank of `group`, over its ranks.
 
     plan: "auto" (the model's own, else inferred), or rules {name with wildcards: style} that replace it.
+    sequence_parallel: between the pairs of a block each rank holds a part of the tokens (`sequence`).
     verify: try the plan on a small copy first; a plan that is wrong for the model is a ConfigError and nothing changes.
 
     Raises ConfigError for heads or sizes that do not divide, unknown styles, rules without a match, no plan.
@@ -95,23 +103,30 @@ def apply_tensor_parallel(
     if verify:
         from hfdist.parallel.tensor.verify import verified_plan  # it applies plans to copies
 
-        return apply_plan(model, verified_plan(model, candidates, ranks), ranks)
-    return apply_plan(model, candidates[0], ranks)
+        candidates = [verified_plan(model, candidates, ranks, sequence_parallel=sequence_parallel)]
+    return apply_plan(model, candidates[0], ranks, sequence_parallel=sequence_parallel)
 
 
 @torch.no_grad()
-def apply_plan(model: nn.Module, plan: Plan, ranks: Ranks) -> TensorParallel:
+def apply_plan(model: nn.Module, plan: Plan, ranks: Ranks, *, sequence_parallel: bool = False) -> TensorParallel:
     """Apply a concrete plan as it is."""
     changes = plan_changes(model, plan, ranks)
     run = Run(ranks, Streams(ranks.rank))
+    if sequence_parallel:
+        blocks = tuple(name + "." for name, _ in find_blocks(model))
+        sequence.verify_plan_allows(plan, blocks)
+        changes.layouts = sequence.partial_layouts(changes.layouts, blocks)
+        run.sequence = sequence.Sequence(ranks)
     num = sum(style.reduces for _, style, _ in changes.sites)
-    handle = TensorParallel(model, ranks, plan, changes.layouts, num, run)
+    whole = _block_elements(model)
+    handle = TensorParallel(model, ranks, plan, changes.layouts, num, 1.0, run)
     for name, parameter in model.named_parameters():
         layout = changes.layouts[name]
         if isinstance(layout, Split):
             # A copy: a view would keep the whole alive.
             parameter.data = layout.take(parameter.data, ranks.rank, ranks.size).clone()
             parameter.grad = None
+    handle.block_share = _block_elements(model) / max(whole, 1)
     for module, attribute, value in changes.attributes:
         handle._undos.append(_set(module, attribute, value))
     for module, style, site in changes.sites:
@@ -121,10 +136,22 @@ def apply_plan(model: nn.Module, plan: Plan, ranks: Ranks) -> TensorParallel:
         handle._undos += _hook_attention(run, modules[name], heads)
     for name, style_name in plan.items():
         parent = modules[name.rpartition(".")[0]]
-        if style_name in ("colwise", "packed_colwise", "fused_colwise") and name in modules and has_dropout(parent):
+        if (
+            run.sequence is None
+            and style_name in ("colwise", "packed_colwise", "fused_colwise")
+            and name in modules
+            and has_dropout(parent)
+        ):
             handle._undos += _hook_stream(run, modules[name], parent)
+    if run.sequence is not None:
+        attentions = [modules[name] for name in changes.attentions]
+        handle._undos += run.sequence.hook(model, attentions, run.streams.enter, run.streams.leave)
     handle._undos += _hook_model(handle, run, model, plan)
     return handle
+
+
+def _block_elements(model: nn.Module) -> int:
+    return sum(p.numel() for _, block in find_blocks(model) for p in block.parameters())
 
 
 def _set(module: nn.Module, attribute: str, value: int | None) -> Callable[[], None]:
@@ -152,22 +179,25 @@ def _hook_site(run: Run, module: nn.Module, style: Style, site: Site) -> list[Ca
 
 
 def _hook_attention(run: Run, attention: nn.Module, heads: Heads) -> list[Callable[[], None]]:
-    """Cut arguments that have a row a head, (heads or batch * heads, ...), to those of this rank."""
+    """Cut arguments with a row a head to this rank's: (heads or batch * heads, ...), masks (batch, heads, ...)."""
     names = list(inspect.signature(type(attention).forward).parameters)[1:]
-    present = [name for name in HEAD_ARGUMENTS if name in names]
-    if not present:
-        return []
     start, stop = run.ranks.slice_of(heads.num)
 
-    def local(value: Any) -> Any:
-        if not isinstance(value, Tensor) or value.shape[0] % heads.num:
+    def local(name: str, value: Any) -> Any:
+        if not isinstance(value, Tensor):
             return value
-        return value.unflatten(0, (-1, heads.num))[:, start:stop].flatten(0, 1)
+        if name == MASK_ARGUMENT and value.ndim == 4 and value.shape[1] == heads.num:
+            return value[:, start:stop]
+        if name in HEAD_ARGUMENTS and value.shape[0] % heads.num == 0:
+            return value.unflatten(0, (-1, heads.num))[:, start:stop].flatten(0, 1)
+        return value
 
     def pre(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-        given = [local(value) if name in present else value for name, value in zip(names, args, strict=False)]
-        return tuple(given), {name: local(value) if name in present else value for name, value in kwargs.items()}
+        positional = tuple(local(name, value) for name, value in zip(names, args, strict=False))
+        return (*positional, *args[len(names) :]), {name: local(name, value) for name, value in kwargs.items()}
 
+    if not {*HEAD_ARGUMENTS, MASK_ARGUMENT} & set(names):
+        return []
     return [attention.register_forward_pre_hook(pre, with_kwargs=True).remove]
 
 
@@ -200,7 +230,9 @@ def _hook_model(handle: TensorParallel, run: Run, model: nn.Module, plan: Plan) 
     def pre(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         run.leave()
         returns_dict = kwargs.get("return_dict", getattr(getattr(module, "config", None), "return_dict", True))
-        asked = lazy is not None and torch.is_grad_enabled() and returns_dict is not False
+        # A loss that was set after this model was split gets whole logits.
+        known = lazy is not None and isinstance(module.loss_function, vocab.VocabularyLoss)
+        asked = known and torch.is_grad_enabled() and returns_dict is not False
         run.local_logits = asked and vocab.takes_labels(module, args, kwargs)
 
     def post(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:

@@ -19,6 +19,12 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from hfdist.errors import ConfigError
+
+
+class UnfitPlan(ConfigError):
+    """A plan does not fit the model whatever the number of ranks: another candidate may."""
+
 
 class Layout(Protocol):
     """Where a whole parameter is. Ranks are 0 .. size - 1."""

@@ -14,7 +14,7 @@ from hfdist.errors import ConfigError, say
 from hfdist.models.heads import Heads, find_heads, local_attributes
 from hfdist.models.tensor_plans import Plan, is_conv1d, is_linear
 from hfdist.parallel.tensor.collectives import Ranks
-from hfdist.parallel.tensor.layout import Layout, Replicated, Split
+from hfdist.parallel.tensor.layout import Layout, Replicated, Split, UnfitPlan
 from hfdist.parallel.tensor.styles import Site, Style, style_of
 
 
@@ -50,15 +50,32 @@ def plan_changes(model: nn.Module, plan: Plan, ranks: Ranks) -> Changes:
         style = style_of(style_name, name)
         if name in modules:
             module = modules[name]
+            if style.cut and hasattr(module, "base_layer"):
+                raise ConfigError(
+                    say(
+                        given=f"{name}, which an adapter ({type(module).__name__}) wraps",
+                        expected="the model's own layers",
+                        do="Use tp_size=1 with adapters, or merge them first.",
+                    )
+                )
             length = 0
-            for kind, parameter in module.named_parameters(recurse=False):
+            own = module.named_parameters(recurse=False) if style.cut or style.partial_gradient else ()
+            for kind, parameter in own:
                 layout = _layout(style, module, parameter, name, changes, ranks)
                 lay(parameter, layout, f"{name}.{kind}")
                 if isinstance(layout, Split) and kind == "weight":
                     length = parameter.shape[layout.dim]
                     changes.attributes += _own_attributes(style, module, layout, length, ranks)
             if style.before is not None or style.after is not None:
-                changes.sites.append((module, style, Site(name, length, _rope_dim(model, modules, name))))
+                changes.sites.append(
+                    (
+                        module,
+                        style,
+                        Site(
+                            name, length, _rope_dim(model, modules, name), name.rpartition(".")[0] in changes.attentions
+                        ),
+                    )
+                )
         else:
             owner, _, kind = name.rpartition(".")
             parameter = modules[owner]._parameters[kind]
@@ -119,7 +136,7 @@ def _layout(
     heads = changes.attentions.get(name.rpartition(".")[0])
     if style.blocks == "qkv":
         if heads is None or length != (heads.num + 2 * heads.num_kv) * heads.dim:
-            raise ConfigError(
+            raise UnfitPlan(
                 say(
                     given=f"{name} with {length} outputs as fused q, k, v of {heads}",
                     expected="the queries of all heads, then keys, then values",

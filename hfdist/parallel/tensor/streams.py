@@ -1,8 +1,8 @@
 """Random numbers between a column- and a row-parallel layer.
 
-What is whole on every rank (residuals, hidden states) is dropped alike on all ranks: the ranks' global generators run
-in step. What is split (heads, the inside of an MLP) needs masks of its own on each rank, or head h and head h + n
-would be dropped in the same places. There a rank draws from a fork of the global generator:
+What is whole on every rank (residuals, hidden states) is dropped alike on all ranks: their global generators run in
+step. What is split (heads, the inside of an MLP) needs masks of its own on each rank, or head h and head h + n would be
+dropped in the same places. There a rank draws from a fork of the global generator:
 
     global     ... residual | draw a seed s          | residual ...      the same on all ranks
     rank 0                  | generator(s, rank 0)   |

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from hfdist.errors import ConfigError, nearest, say
-from hfdist.parallel.tensor import collectives
+from hfdist.parallel.tensor import collectives, sequence
 from hfdist.parallel.tensor.collectives import Ranks
 from hfdist.parallel.tensor.streams import Streams
 
@@ -32,6 +32,7 @@ class Site:
     name: str
     length: int = 0
     rope_dim: int = 0
+    attends: bool = False  # a projection of a module whose heads are spread
 
 
 @dataclass
@@ -40,6 +41,7 @@ class Run:
 
     ranks: Ranks
     streams: Streams
+    sequence: sequence.Sequence | None = None  # None: no sequence parallelism
     local_logits: bool = False  # whether the head leaves its part of the logits to the loss
     # The last tensor that entered a column-parallel layer, its copy, and whether gradients were on.
     _entered: tuple[Tensor, Tensor, bool] | None = None
@@ -50,13 +52,21 @@ class Run:
         """`collectives.copy`, one for layers that take the same tensor in turn: q, k, v share an all-reduce."""
         grad = torch.is_grad_enabled()
         if self._entered is None or self._entered[0] is not x or self._entered[2] != grad:
-            self._entered = (x, collectives.copy(x, self.ranks), grad)
+            cut = self.sequence is not None and self.sequence.inside
+            copied = sequence.gather(x, self.ranks) if cut else collectives.copy(x, self.ranks)
+            self._entered = (x, copied, grad)
         return self._entered[1]
+
+    def sum(self, x: Tensor) -> Tensor:
+        """What a row-parallel layer puts out, of all ranks together."""
+        cut = self.sequence is not None and self.sequence.inside
+        return sequence.scatter(x, self.ranks) if cut else collectives.reduce(x, self.ranks)
 
     def leave(self) -> None:
         """A pair has ended: back to the common random numbers, and no reference to its activations."""
         self._entered = None
-        self.streams.leave()
+        if self.sequence is None or not self.sequence.inside:
+            self.streams.leave()
 
 
 Before = Callable[[Run, Site, nn.Module, Args, Kwargs], tuple[Args, Kwargs]]
@@ -87,6 +97,8 @@ def _map_first(change: Callable[[Tensor], Any], args: Args, kwargs: Kwargs) -> t
 
 
 def _copy_input(run: Run, site: Site, module: nn.Module, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
+    if site.attends and run.sequence is not None and run.sequence.inside:
+        return args, kwargs  # its module gathered the tokens already
     return _map_first(run.copy, args, kwargs)
 
 
@@ -112,7 +124,7 @@ def _end_rowwise(run: Run, site: Site, module: nn.Module, output: Any) -> Any:
         module._parameters["bias"] = bias  # type: ignore[assignment]
     if output is None:  # the layer raised
         return None
-    whole = collectives.reduce(output, run.ranks)
+    whole = run.sum(output)
     return whole if bias is None else whole + bias
 
 
@@ -200,7 +212,7 @@ _EXPERTS = "it spreads whole experts over ranks, which is expert parallelism"
 REFUSED = {
     "grouped_gemm": _EXPERTS,
     "ep_dispatch_experts": _EXPERTS,
-    "sequence_parallel": "sequence parallelism is not a style of single modules here",
+    "sequence_parallel": "sequence parallelism is switched on by sequence_parallel=True, for all blocks",
 }
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import logging
 import re
 from dataclasses import dataclass
 
@@ -21,8 +22,10 @@ from hfdist.errors import ConfigError, say
 from hfdist.models.tensor_plans import Plan, expand
 from hfdist.parallel.tensor.apply import TensorParallel, apply_plan
 from hfdist.parallel.tensor.collectives import Ranks
-from hfdist.parallel.tensor.layout import Replicated
+from hfdist.parallel.tensor.layout import Replicated, UnfitPlan
 from hfdist.parallel.tensor.vocab import splits_loss
+
+logger = logging.getLogger(__name__)
 
 # transformers computes norms, softmax and angles in fp32 in any model; a wrong plan is off by the size of values.
 TOLERANCE = 1e-4
@@ -30,23 +33,35 @@ LABEL = "tp verify"
 _SMALL = 30_000_000  # parameters up to which the model itself is copied
 
 
-def verified_plan(model: nn.Module, candidates: list[Plan], ranks: Ranks) -> Plan:
+def verified_plan(model: nn.Module, candidates: list[Plan], ranks: Ranks, *, sequence_parallel: bool = False) -> Plan:
     """The first of `candidates` that is right, with rules added for partial gradients; ConfigError when none is.
 
     All ranks call it with the same model and get the same answer.
     """
     probe = _probe(model)
-    inputs = _inputs(probe)
-    want = _measure(probe, inputs)
+    inputs = _inputs(probe, ranks.size)
+    want, fault = _measure_safely(probe, inputs)
+    if want is None:  # some of transformers' code wants fp32
+        probe.float()
+        want, fault = _measure_safely(probe, inputs)
+    if want is None:
+        raise ConfigError(
+            say(
+                given=f"{type(model).__name__}, whose forward failed in a trial before it was split: {fault}",
+                expected="a forward and backward with input_ids",
+                do="Call with verify=False and a plan of your own.",
+            )
+        )
     names = {name for name, _ in probe.named_modules()} | {
         name for name, _ in probe.named_parameters(remove_duplicate=False)
     }
     faults: list[str] = []
-    refused: ConfigError | None = None
+    refused: UnfitPlan | None = None
     for plan in candidates:
         try:
-            handle = apply_plan(probe, {name: style for name, style in plan.items() if name in names}, ranks)
-        except ConfigError as error:  # heads, sizes: the same on all ranks, before anything moved
+            present = {name: style for name, style in plan.items() if name in names}
+            handle = apply_plan(probe, present, ranks, sequence_parallel=sequence_parallel)
+        except UnfitPlan as error:  # the same on all ranks, before anything moved
             refused = error
             continue
         try:
@@ -57,18 +72,30 @@ def verified_plan(model: nn.Module, candidates: list[Plan], ranks: Ranks) -> Pla
         finally:
             handle.undo()
         if not fault and not wrong:
+            if ranks.rank == 0 and _gathers(plan) > _gathers(candidates[0]):
+                logger.warning(
+                    "%s: its heads cannot be spread over ranks (%s), so attention is computed whole on each from "
+                    "weights that are split: one all-gather more for each projection.",
+                    type(model).__name__,
+                    faults[0] if faults else refused,
+                )
             rules = {re.sub(r"(?<=\.)\d+(?=\.)", "*", name): "replicated_with_grad_allreduce" for name in partial}
             return {**plan, **expand(model, rules, strict=False)}
-        faults.append(fault or f"different {', '.join(wrong[:4])}{' and more' if len(wrong) > 4 else ''}")
+        fault = fault or f"different {', '.join(wrong[:4])}{' and more' if len(wrong) > 4 else ''}"
+        faults += [fault] if fault not in faults else []
     if refused is not None and not faults:
         raise refused
     raise ConfigError(
         say(
-            given=f"{type(model).__name__}, over {ranks.size} ranks by {len(faults)} plan(s): {'; '.join(faults)}",
+            given=f"{type(model).__name__}, over {ranks.size} ranks by {len(candidates)} plan(s): {'; '.join(faults)}",
             expected="the output and the gradients of the whole model, in a trial on a copy with random weights",
             do="Pass plan={'layers.*.module': 'style', ...} that fits this model, or tp_size=1.",
         )
     )
+
+
+def _gathers(plan: Plan) -> int:
+    return sum(style == "colwise_gather_output" for style in plan.values())
 
 
 @dataclass
@@ -107,7 +134,8 @@ def _probe(model: nn.Module) -> nn.Module:
     return probe
 
 
-def _inputs(probe: nn.Module) -> dict[str, Tensor]:
+def _inputs(probe: nn.Module, size: int) -> dict[str, Tensor]:
+    """Two sequences, as long as sequence parallelism over `size` ranks wants them."""
     config = getattr(probe, "config", None)
     if config is None:
         raise ConfigError(
@@ -119,7 +147,7 @@ def _inputs(probe: nn.Module) -> dict[str, Tensor]:
         )
     generator = torch.Generator().manual_seed(6)
     vocabulary = min(config.get_text_config().vocab_size, 1000)
-    ids = torch.randint(0, vocabulary, (2, 7), generator=generator)
+    ids = torch.randint(0, vocabulary, (2, (7 // size + 1) * size), generator=generator)
     inputs = {"input_ids": ids}
     if getattr(config, "is_encoder_decoder", False):
         inputs["decoder_input_ids"] = ids.flip(1)
@@ -136,7 +164,7 @@ def _measure(probe: nn.Module, inputs: dict[str, Tensor]) -> _Measured:
     if first is None:
         first = outputs[0]
     generator = torch.Generator().manual_seed(8)
-    weights = torch.randn(first.shape, generator=generator, dtype=torch.float64)
+    weights = torch.randn(first.shape, generator=generator, dtype=torch.float64).to(first.dtype)
     loss = (first * weights).mean()
     if "labels" in inputs:
         loss = loss + outputs.loss

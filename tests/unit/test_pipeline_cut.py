@@ -106,10 +106,13 @@ class _Block(nn.Module):
         return self.linear(hidden) + bias
 
 
-def test_what_all_blocks_use_stays_on_every_stage() -> None:
+@pytest.mark.parametrize("frozen", [False, True])
+def test_what_all_blocks_use_stays_on_every_stage(frozen: bool) -> None:
     model = _SharedBias()
+    model.bias.requires_grad_(not frozen)
     parts = find_stage_parts(model)
     assert parts.everywhere == ("bias.weight",)
+    assert model.bias.weight.requires_grad is not frozen
     applied = apply_cut(model, plan_cut(parts, 3), 1, num_ranks=3)
     assert applied.names == ("bias.weight", "layers.1.linear.weight", "layers.1.linear.bias")
     assert [(entry.names, entry.ranks) for entry in applied.shared] == [(("bias.weight",), (0, 1, 2))]

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from hfdist.parallel.pipeline.apply import Applied
-from hfdist.parallel.pipeline.stand_ins import BlockForm, Passage, PassThrough, StageEnds
+from hfdist.parallel.pipeline.stand_ins import BlockForm, Passage, PassThrough, StageEnds, Stub
 
 _HOOKS = (
     "_forward_pre_hooks",
@@ -41,6 +41,7 @@ class View(nn.Module):
         self.is_last = stage == applied.cut.num_stages - 1
         self._passage = Passage()
         self._model = build_view(model, applied, stage, self._passage, form)
+        self._stubs = [module for module in self._model.modules() if isinstance(module, Stub)]
         self.blocks = [self._model.get_submodule(name) for name in applied.cut.names_of(stage)]
 
     def use_copies(self) -> dict[nn.Parameter, nn.Parameter]:
@@ -66,6 +67,9 @@ class View(nn.Module):
     def forward(self, received: Tensor | None, kwargs: dict[str, Any]) -> Any:
         """received: (rows, length, hidden), None on the first stage."""
         self._passage.received = received
+        sizes = _sizes(kwargs)
+        for stub in self._stubs:
+            stub.sizes = sizes
         try:
             output = self._model(**kwargs)
         except StageEnds as end:
@@ -74,6 +78,14 @@ class View(nn.Module):
             self._passage.received = self._passage.sent = None
         assert self.is_last, "a stage before the last ends at its last block"
         return output
+
+
+def _sizes(kwargs: dict[str, Any]) -> dict[str, int]:
+    for name in ("input_ids", "inputs_embeds"):
+        if isinstance(kwargs.get(name), Tensor):
+            return {"rows": kwargs[name].shape[0], "length": kwargs[name].shape[1]}
+    first = next((value for value in kwargs.values() if isinstance(value, Tensor) and value.ndim), None)
+    return {} if first is None else {"rows": first.shape[0]}
 
 
 def build_view(model: nn.Module, applied: Applied, stage: int, passage: Passage, form: BlockForm) -> nn.Module:

@@ -40,8 +40,9 @@ class Shell(nn.Module):
         for name, value in vars(original).items():
             if not name.startswith("_") and (isinstance(value, _PLAIN) or name == "config"):
                 setattr(self, name, value)
-        for name in dir(type(original)):
-            if not name.startswith("_") and isinstance(getattr(type(original), name, None), property):
+        for name in set(dir(type(original))) - set(dir(nn.Module)):
+            of_class = getattr(type(original), name, None)
+            if not name.startswith("_") and isinstance(of_class, (property, *_PLAIN)):
                 with contextlib.suppress(Exception):  # a property may need what is not there
                     value = getattr(original, name)
                     if isinstance(value, _PLAIN):
@@ -66,6 +67,17 @@ class Passage:
     def __init__(self) -> None:
         self.received: Tensor | None = None
         self.sent: Tensor | None = None
+        self._visited = -1
+
+    def begin(self, received: Tensor | None) -> None:
+        """A forward starts."""
+        self.received, self.sent, self._visited = received, None, -1
+
+    def visit(self, index: int, block: nn.Module) -> None:
+        """Block `index`, or what stands for it, is called. Raises ConfigError for a model that calls one again."""
+        if index <= self._visited:
+            raise _cannot(block, "is called more than once in a forward")
+        self._visited = index
 
     def note_output(self, block: nn.Module, _: Any, output: Any) -> None:
         """Forward hook of the last own block."""
@@ -81,17 +93,21 @@ class PassThrough(Shell):
         self._follow: tuple[Passage, nn.Module, BlockForm] | None = None
         self._leaves: Passage | None = None
         self._layers = range(0)
+        self._visits: Passage | None = None
 
-    def before_own(self, passage: Passage, block: nn.Module, form: BlockForm, layers: range) -> PassThrough:
-        """A copy that puts in what `passage` received, in the form of `block`; `layers`: it stands for these."""
+    def before_own(
+        self, passage: Passage, block: nn.Module, form: BlockForm, index: int, *, enters: bool
+    ) -> PassThrough:
+        """A copy for block `index` in the form of `block`; `enters`: it puts in what `passage` received."""
         copy = self._copy()
-        copy._follow, copy._layers = (passage, block, form), layers
+        copy._follow, copy._layers = (passage if enters else Passage(), block, form), range(index, index + 1)
+        copy._visits = passage
         return copy
 
     def after_own(self, passage: Passage, layers: range) -> PassThrough:
         """A copy that ends the forward, for all `layers` to come."""
         copy = self._copy()
-        copy._leaves, copy._layers = passage, layers
+        copy._leaves, copy._layers, copy._visits = passage, layers, passage
         return copy
 
     def _copy(self) -> PassThrough:
@@ -102,6 +118,8 @@ class PassThrough(Shell):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The hidden state that came in, or that was received, in the form that a block returns."""
         hidden, _ = split_arguments(self, args, kwargs)
+        if self._visits is not None:
+            self._visits.visit(self._layers.start, self)
         _lengthen_caches([*args, *kwargs.values()], self._layers, hidden)
         if self._leaves is not None:
             assert self._leaves.sent is not None
@@ -134,7 +152,7 @@ class BlockForm:
         args = tuple(None if _is_cache(value) else value for value in args)
         kwargs = {name: None if _is_cache(value) else value for name, value in kwargs.items()}
         with torch.no_grad(), torch.random.fork_rng(devices=[]):
-            output = block(*args, **kwargs)
+            output = block.forward(*args, **kwargs)  # its hooks count real calls
         if isinstance(output, Tensor):
             self._length = 0
             return

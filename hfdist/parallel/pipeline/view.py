@@ -66,7 +66,7 @@ class View(nn.Module):
 
     def forward(self, received: Tensor | None, kwargs: dict[str, Any]) -> Any:
         """received: (rows, length, hidden), None on the first stage."""
-        self._passage.received = received
+        self._passage.begin(received)
         sizes = _sizes(kwargs)
         for stub in self._stubs:
             stub.sizes = sizes
@@ -75,7 +75,7 @@ class View(nn.Module):
         except StageEnds as end:
             return end.hidden
         finally:
-            self._passage.received = self._passage.sent = None
+            self._passage.begin(None)
         assert self.is_last, "a stage before the last ends at its last block"
         return output
 
@@ -100,12 +100,12 @@ def build_view(model: nn.Module, applied: Applied, stage: int, passage: Passage,
         blocks[own.stop - 1].register_forward_hook(passage.note_output)  # type: ignore[index]
     for index, original in enumerate(list(blocks.children())):
         if index in own:
+            original.register_forward_pre_hook(lambda block, _, index=index: passage.visit(index, block))
             continue
         through = original if isinstance(original, PassThrough) else PassThrough(original)
         if index < own.start:
-            # Only the last one before the own blocks puts in what was received.
-            entry = passage if index == own.start - 1 else Passage()
-            blocks[index] = through.before_own(entry, first, form, range(index, index + 1))  # type: ignore[operator]
+            enters = index == own.start - 1  # only the last one puts in what was received
+            blocks[index] = through.before_own(passage, first, form, index, enters=enters)  # type: ignore[operator]
         elif index == own.stop:
             blocks[index] = through.after_own(passage, range(index, len(cut.parts.blocks)))  # type: ignore[operator]
     return view

@@ -22,7 +22,7 @@ from torch.autograd.graph import Node
 from hfdist.errors import ConfigError, say
 from hfdist.models.blocks import find_blocks
 
-_PROBE_TOKENS = 3
+_PROBE_ROWS, _PROBE_TOKENS = 2, 3
 
 
 class _AtFirstBlock(BaseException):
@@ -31,10 +31,10 @@ class _AtFirstBlock(BaseException):
 
 @dataclass(frozen=True)
 class Part:
-    """A module with parameters outside of all blocks. `width`: last dim of its output, None when it gave no tensor."""
+    """A module with parameters outside of all blocks. `shape`: of its output, see `_template`; None: no tensor."""
 
     name: str
-    width: int | None = None
+    shape: tuple[int | str, ...] | None = None
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ def find_stage_parts(model: nn.Module, *, example: Mapping[str, Any] | None = No
     names = tuple(name for name, _ in blocks)
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     if example is None:
-        example = {"input_ids": torch.zeros(1, _PROBE_TOKENS, dtype=torch.int64, device=device)}
+        example = {"input_ids": torch.zeros(_PROBE_ROWS, _PROBE_TOKENS, dtype=torch.int64, device=device)}
     candidates = _parts_outside(model, names)
     called, hidden, others = _probe(model, blocks[0][1], candidates, example)
     rows, length = _rows_and_length(example)
@@ -94,7 +94,7 @@ def find_stage_parts(model: nn.Module, *, example: Mapping[str, Any] | None = No
         if name not in inside and not name.startswith(tuple(f"{block}." for block in names))
     ]
     everywhere = tuple(dict.fromkeys([*loose, *sorted(needed)]))
-    before = tuple(Part(name, called[name]) for name in candidates if name in called)
+    before = tuple(Part(name, _template(called[name], rows, length)) for name in candidates if name in called)
     after = tuple(Part(name) for name in candidates if name not in called)
     return StageParts(
         blocks=names,
@@ -168,9 +168,9 @@ def _parts_outside(model: nn.Module, blocks: tuple[str, ...]) -> list[str]:
 
 def _probe(
     model: nn.Module, first: nn.Module, parts: list[str], example: Mapping[str, Any]
-) -> tuple[dict[str, int | None], Tensor, list[Tensor]]:
-    """Run up to the first block: (parts called with the width of their output, its hidden state, its other tensors)."""
-    called: dict[str, int | None] = {}
+) -> tuple[dict[str, tuple[int, ...] | None], Tensor, list[Tensor]]:
+    """Run up to the first block: (parts called with the shape of their output, its hidden state, its other tensors)."""
+    called: dict[str, tuple[int, ...] | None] = {}
     handles = []
     seen: list[tuple[Tensor, list[Tensor]]] = []
 
@@ -181,14 +181,17 @@ def _probe(
 
     def note(name: str) -> Any:
         def hook(_: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-            called[name] = output.shape[-1] if isinstance(output, Tensor) else None
+            called[name] = tuple(output.shape) if isinstance(output, Tensor) else None
 
         return hook
 
     modules = dict(model.named_modules())
     handles += [modules[name].register_forward_hook(note(name)) for name in parts]
     handles.append(first.register_forward_pre_hook(leave, with_kwargs=True))
-    training = model.training
+    # Frozen parameters too: what the blocks get from them is found by autograd.
+    frozen = [p for p in model.parameters() if not p.requires_grad and p.is_floating_point()]
+    for parameter in frozen:
+        parameter.requires_grad_(True)
     try:
         with torch.enable_grad(), torch.random.fork_rng(devices=[]):
             model(**example)
@@ -197,7 +200,8 @@ def _probe(
     finally:
         for handle in handles:
             handle.remove()
-        model.train(training)
+        for parameter in frozen:
+            parameter.requires_grad_(False)
     if not seen:
         raise ConfigError(
             say(
@@ -207,6 +211,20 @@ def _probe(
             )
         )
     return called, *seen[0]
+
+
+def _template(shape: tuple[int, ...] | None, rows: int, length: int | None) -> tuple[int | str, ...] | None:
+    """`shape` with "rows" and "length" in its first two places where they stand for the batch's."""
+    if shape is None:
+        return None
+    named: list[int | str] = list(shape)
+    if shape and shape[0] == rows:
+        named[0] = "rows"
+    if length is not None:
+        for place in range(min(2, len(shape) - 1)):
+            if shape[place] == length and named[place] != "rows":
+                named[place] = "length"
+    return tuple(named)
 
 
 def split_arguments(block: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Tensor, list[Tensor]]:

@@ -268,6 +268,50 @@ def test_refused_on_all_ranks(pool: Pools, what: str, words: list[str]) -> None:
         assert word in text
 
 
+def _mixtral(dtype: torch.dtype) -> nn.Module:
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    from tests.models import causal_lm_loss
+    from tests.parity.pipelines import _use_exact_norms
+
+    state = torch.get_rng_state()
+    torch.manual_seed(11)
+    config = MixtralConfig(
+        vocab_size=61, hidden_size=15, intermediate_size=23, num_hidden_layers=5, num_attention_heads=3,
+        num_key_value_heads=1, head_dim=6, num_local_experts=5, num_experts_per_tok=2, initializer_range=0.1,
+        bos_token_id=None, eos_token_id=None, experts_implementation="eager",
+    )  # fmt: skip
+    model = MixtralForCausalLM(config).to(dtype).train()
+    torch.set_rng_state(state)
+    model.loss_function = causal_lm_loss
+    _use_exact_norms(model)
+    return model
+
+
+def _run_mixtral(schedule: str) -> tuple[float, dict[str, Tensor], str]:
+    from hfdist.errors import ConfigError
+
+    model = _mixtral(torch.float64)
+    pipeline_of(model, schedule=schedule, num_micro_batches=3)
+    loss = model(**make_batch(6, 7, "right")).loss
+    loss.backward()
+    with pytest.raises(ConfigError) as refused:
+        model(**make_batch(6, 7, "right"), output_router_logits=True)
+    return loss.item(), _gradients(model), str(refused.value)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
+def test_experts(pool: Pools, schedule: str) -> None:
+    """Mixtral with eager experts, without the auxiliary loss, which a stage cannot know and refuses by name."""
+    model = _mixtral(torch.float64)
+    loss = model(**make_batch(6, 7, "right")).loss
+    loss.backward()
+    ranks = pool(2).run(_run_mixtral, schedule)
+    assert [value for value, *_ in ranks] == pytest.approx([loss.item()] * 2, rel=TOLERANCE)
+    assert_gradients([gradients for _, gradients, _ in ranks], _gradients(model))
+    assert all("output_router_logits" in text for *_, text in ranks)
+
+
 def _fails_inside(_: Any = None) -> None:
     model = Spec().build()
     pipeline_of(model, schedule="1f1b", num_micro_batches=2)

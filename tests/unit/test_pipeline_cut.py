@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 
 import pytest
@@ -12,6 +13,8 @@ from hfdist.errors import ConfigError
 from hfdist.models.stages import StageParts, find_stage_parts
 from hfdist.parallel.pipeline.apply import apply_cut
 from hfdist.parallel.pipeline.cut import plan_cut, rank_of_stage, stages_of_rank
+from hfdist.parallel.pipeline.stand_ins import BlockForm
+from hfdist.parallel.pipeline.view import View
 from tests.parity.pipelines import Spec
 
 
@@ -106,10 +109,13 @@ class _Block(nn.Module):
         return self.linear(hidden) + bias
 
 
-def test_what_all_blocks_use_stays_on_every_stage() -> None:
+@pytest.mark.parametrize("frozen", [False, True])
+def test_what_all_blocks_use_stays_on_every_stage(frozen: bool) -> None:
     model = _SharedBias()
+    model.bias.requires_grad_(not frozen)
     parts = find_stage_parts(model)
     assert parts.everywhere == ("bias.weight",)
+    assert model.bias.weight.requires_grad is not frozen
     applied = apply_cut(model, plan_cut(parts, 3), 1, num_ranks=3)
     assert applied.names == ("bias.weight", "layers.1.linear.weight", "layers.1.linear.bias")
     assert [(entry.names, entry.ranks) for entry in applied.shared] == [(("bias.weight",), (0, 1, 2))]
@@ -134,3 +140,41 @@ def test_encoder_decoders_are_refused_by_name() -> None:
     config = T5Config(vocab_size=11, d_model=4, d_kv=2, d_ff=5, num_layers=2, num_heads=2)
     with pytest.raises(ConfigError, match="T5ForConditionalGeneration"):
         find_stage_parts(T5ForConditionalGeneration(config))
+
+
+class _Recurrent(_SharedBias):
+    """Walks its blocks twice."""
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        hidden, bias = self.embed(input_ids), self.bias(torch.arange(input_ids.shape[1]))
+        for layer in [*self.layers, *self.layers]:
+            hidden = layer(hidden, bias)
+        return hidden
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_blocks_that_run_twice_are_refused_where_it_would_be_wrong(stage: int) -> None:
+    """The last stage sees it; the ones before have left by then."""
+    model = _Recurrent()
+    applied = apply_cut(model, plan_cut(model, 2), stage, num_ranks=2)
+    view = View(model, applied, stage, BlockForm())
+    ids = torch.zeros(2, 3, dtype=torch.int64)
+    if stage == 0:
+        assert view(None, {"input_ids": ids}).shape == (2, 3, 4)
+    else:
+        with pytest.raises(ConfigError, match="more than once"):
+            view(torch.zeros(2, 3, 4), {"input_ids": ids})
+
+
+def test_what_is_done_between_blocks_is_done_once() -> None:
+    """Two stages in a row give what the whole model gives, with a bias added by every block and frozen embeddings."""
+    torch.manual_seed(0)
+    whole = _SharedBias()
+    ids = torch.randint(0, 7, (5, 3))
+    want = whole(ids)
+    hidden = None
+    for stage in range(3):
+        part = copy.deepcopy(whole)
+        applied = apply_cut(part, plan_cut(part, 3), stage, num_ranks=3)
+        hidden = View(part, applied, stage, BlockForm())(hidden, {"input_ids": ids})
+    assert torch.equal(hidden, want)

@@ -62,7 +62,7 @@ def apply_cut(model: nn.Module, cut: Cut, rank: int, *, num_ranks: int, schedule
             _replace(model, name, PassThrough(model.get_submodule(name)))
     for part in parts.before:
         if 0 not in stages and not _shares_all(parts, part.name):
-            stub = Stub(model.get_submodule(part.name), width=part.width, dtype=dtype, device=device)
+            stub = Stub(model.get_submodule(part.name), shape=part.shape, dtype=dtype, device=device)
             _replace(model, part.name, stub)
     for part in parts.after:
         if cut.num_stages - 1 not in stages and not _shares_all(parts, part.name):

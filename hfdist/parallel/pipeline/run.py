@@ -185,6 +185,15 @@ class Pipeline:
                     "model.eval() or torch.no_grad() for logits.",
                 )
             )
+        config = getattr(self.model, "config", None)
+        if batch.get("output_router_logits", getattr(config, "output_router_logits", False)):
+            raise ConfigError(
+                say(
+                    given="output_router_logits in the training of a pipeline",
+                    expected="no auxiliary loss over all layers' routers: a stage sees its own only",
+                    do="Set config.output_router_logits to False, or use expert or tensor parallelism.",
+                )
+            )
         if cached:
             raise ConfigError(
                 say(

@@ -11,6 +11,7 @@ be, since models read positions from it.
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import torch
@@ -39,6 +40,13 @@ class Shell(nn.Module):
         for name, value in vars(original).items():
             if not name.startswith("_") and (isinstance(value, _PLAIN) or name == "config"):
                 setattr(self, name, value)
+        for name in set(dir(type(original))) - set(dir(nn.Module)):
+            of_class = getattr(type(original), name, None)
+            if not name.startswith("_") and isinstance(of_class, (property, *_PLAIN)):
+                with contextlib.suppress(Exception):  # a property may need what is not there
+                    value = getattr(original, name)
+                    if isinstance(value, _PLAIN):
+                        self.__dict__[name] = value
         for name, child in original.named_children():
             self.add_module(name, Shell(child))
 
@@ -59,6 +67,17 @@ class Passage:
     def __init__(self) -> None:
         self.received: Tensor | None = None
         self.sent: Tensor | None = None
+        self._visited = -1
+
+    def begin(self, received: Tensor | None) -> None:
+        """A forward starts."""
+        self.received, self.sent, self._visited = received, None, -1
+
+    def visit(self, index: int, block: nn.Module) -> None:
+        """Block `index`, or what stands for it, is called. Raises ConfigError for a model that calls one again."""
+        if index <= self._visited:
+            raise _cannot(block, "is called more than once in a forward")
+        self._visited = index
 
     def note_output(self, block: nn.Module, _: Any, output: Any) -> None:
         """Forward hook of the last own block."""
@@ -74,17 +93,21 @@ class PassThrough(Shell):
         self._follow: tuple[Passage, nn.Module, BlockForm] | None = None
         self._leaves: Passage | None = None
         self._layers = range(0)
+        self._visits: Passage | None = None
 
-    def before_own(self, passage: Passage, block: nn.Module, form: BlockForm, layers: range) -> PassThrough:
-        """A copy that puts in what `passage` received, in the form of `block`; `layers`: it stands for these."""
+    def before_own(
+        self, passage: Passage, block: nn.Module, form: BlockForm, index: int, *, enters: bool
+    ) -> PassThrough:
+        """A copy for block `index` in the form of `block`; `enters`: it puts in what `passage` received."""
         copy = self._copy()
-        copy._follow, copy._layers = (passage, block, form), layers
+        copy._follow, copy._layers = (passage if enters else Passage(), block, form), range(index, index + 1)
+        copy._visits = passage
         return copy
 
     def after_own(self, passage: Passage, layers: range) -> PassThrough:
         """A copy that ends the forward, for all `layers` to come."""
         copy = self._copy()
-        copy._leaves, copy._layers = passage, layers
+        copy._leaves, copy._layers, copy._visits = passage, layers, passage
         return copy
 
     def _copy(self) -> PassThrough:
@@ -95,6 +118,8 @@ class PassThrough(Shell):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The hidden state that came in, or that was received, in the form that a block returns."""
         hidden, _ = split_arguments(self, args, kwargs)
+        if self._visits is not None:
+            self._visits.visit(self._layers.start, self)
         _lengthen_caches([*args, *kwargs.values()], self._layers, hidden)
         if self._leaves is not None:
             assert self._leaves.sent is not None
@@ -113,6 +138,7 @@ class BlockForm:
     def __init__(self) -> None:
         self._length: int | None = None  # 0: a tensor
         self._kind: type = tuple
+        self._others: list[bool] = []  # whether there is something after the hidden state
 
     def wrap(self, hidden: Tensor, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """`hidden` as `block` would return it."""
@@ -120,21 +146,20 @@ class BlockForm:
             self._learn(block, args, kwargs)
         if not self._length:
             return hidden
-        return self._kind([hidden, *[None] * (self._length - 1)])
+        return self._kind([hidden, *[Elsewhere(block) if there else None for there in self._others]])
 
     def _learn(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         args = tuple(None if _is_cache(value) else value for value in args)
         kwargs = {name: None if _is_cache(value) else value for name, value in kwargs.items()}
         with torch.no_grad(), torch.random.fork_rng(devices=[]):
-            output = block(*args, **kwargs)
+            output = block.forward(*args, **kwargs)  # its hooks count real calls
         if isinstance(output, Tensor):
             self._length = 0
             return
         if not isinstance(output, (tuple, list)) or not output or not isinstance(output[0], Tensor):
             raise _cannot(block, f"returns {type(output).__name__}")
-        if any(isinstance(value, Tensor) and value.is_floating_point() for value in output[1:]):
-            raise _cannot(block, f"returns {len(output)} values, more than one of them a tensor")
         self._length, self._kind = len(output), type(output)
+        self._others = [value is not None for value in output[1:]]
 
 
 def _is_cache(value: Any) -> bool:
@@ -149,6 +174,26 @@ def _lengthen_caches(values: list[Any], layers: range, hidden: Tensor) -> None:
             cache.update(nothing, nothing, layer)
 
 
+class Elsewhere:
+    """A further output of a block of another stage (attention weights, mostly): fine until it is used."""
+
+    def __init__(self, block: nn.Module) -> None:
+        self.__dict__["block"] = block
+
+    def _refuse(self, *_: Any, **__: Any) -> Any:
+        raise _cannot(self.__dict__["block"], "hands on more than its hidden state, which the model uses")
+
+    __getattr__ = __getitem__ = __iter__ = __len__ = __bool__ = _refuse
+    __add__ = __radd__ = __mul__ = __rmul__ = __sub__ = __rsub__ = __call__ = _refuse
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        for value in (*args, *(kwargs or {}).values()):
+            if isinstance(value, cls):
+                value._refuse()
+        raise AssertionError("called for an argument of this class")
+
+
 def _cannot(block: nn.Module, what: str) -> ConfigError:
     return ConfigError(
         say(
@@ -160,21 +205,23 @@ def _cannot(block: nn.Module, what: str) -> ConfigError:
 
 
 class Stub(Shell):
-    """Instead of a module before the blocks: zeros of the shape that it would return, without memory.
+    """Instead of a module before the blocks: zeros of the shape that it would return.
 
-    x (..., ) of integers -> (..., width); x (..., d) of floats -> (..., width).
+    `shape`: its output for the probed batch, with "rows" and "length" where those of the batch stand; None: no tensor.
     """
 
-    def __init__(self, original: nn.Module, *, width: int | None, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, original: nn.Module, *, shape: tuple[int | str, ...] | None, dtype: torch.dtype, device: torch.device
+    ) -> None:
         super().__init__(original)
-        self._width, self._dtype = width, dtype
+        self._shape, self._dtype = shape, dtype
+        self.sizes: dict[str, int] = {}  # of the batch that runs now
         # Models ask an embedding for its weight's dtype and device.
         self.weight = torch.empty(0, dtype=dtype, device=device)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Zeros; what is computed from them is replaced at the first own block."""
-        tensor = next((value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)), None)
-        if tensor is None or self._width is None:
+        if self._shape is None:
             return super().forward()
-        lead = tensor.shape[:-1] if tensor.is_floating_point() else tensor.shape
-        return torch.zeros((), dtype=self._dtype, device=tensor.device).expand(*lead, self._width)
+        shape = [self.sizes[size] if isinstance(size, str) else size for size in self._shape]
+        return torch.zeros(shape, dtype=self._dtype, device=self.weight.device)  # not expanded: models write into it

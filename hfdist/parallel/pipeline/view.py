@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from hfdist.parallel.pipeline.apply import Applied
-from hfdist.parallel.pipeline.stand_ins import BlockForm, Passage, PassThrough, StageEnds
+from hfdist.parallel.pipeline.stand_ins import BlockForm, Passage, PassThrough, StageEnds, Stub
 
 _HOOKS = (
     "_forward_pre_hooks",
@@ -41,6 +41,7 @@ class View(nn.Module):
         self.is_last = stage == applied.cut.num_stages - 1
         self._passage = Passage()
         self._model = build_view(model, applied, stage, self._passage, form)
+        self._stubs = [module for module in self._model.modules() if isinstance(module, Stub)]
         self.blocks = [self._model.get_submodule(name) for name in applied.cut.names_of(stage)]
 
     def use_copies(self) -> dict[nn.Parameter, nn.Parameter]:
@@ -65,15 +66,26 @@ class View(nn.Module):
 
     def forward(self, received: Tensor | None, kwargs: dict[str, Any]) -> Any:
         """received: (rows, length, hidden), None on the first stage."""
-        self._passage.received = received
+        self._passage.begin(received)
+        sizes = _sizes(kwargs)
+        for stub in self._stubs:
+            stub.sizes = sizes
         try:
             output = self._model(**kwargs)
         except StageEnds as end:
             return end.hidden
         finally:
-            self._passage.received = self._passage.sent = None
+            self._passage.begin(None)
         assert self.is_last, "a stage before the last ends at its last block"
         return output
+
+
+def _sizes(kwargs: dict[str, Any]) -> dict[str, int]:
+    for name in ("input_ids", "inputs_embeds"):
+        if isinstance(kwargs.get(name), Tensor):
+            return {"rows": kwargs[name].shape[0], "length": kwargs[name].shape[1]}
+    first = next((value for value in kwargs.values() if isinstance(value, Tensor) and value.ndim), None)
+    return {} if first is None else {"rows": first.shape[0]}
 
 
 def build_view(model: nn.Module, applied: Applied, stage: int, passage: Passage, form: BlockForm) -> nn.Module:
@@ -88,12 +100,12 @@ def build_view(model: nn.Module, applied: Applied, stage: int, passage: Passage,
         blocks[own.stop - 1].register_forward_hook(passage.note_output)  # type: ignore[index]
     for index, original in enumerate(list(blocks.children())):
         if index in own:
+            original.register_forward_pre_hook(lambda block, _, index=index: passage.visit(index, block))
             continue
         through = original if isinstance(original, PassThrough) else PassThrough(original)
         if index < own.start:
-            # Only the last one before the own blocks puts in what was received.
-            entry = passage if index == own.start - 1 else Passage()
-            blocks[index] = through.before_own(entry, first, form, range(index, index + 1))  # type: ignore[operator]
+            enters = index == own.start - 1  # only the last one puts in what was received
+            blocks[index] = through.before_own(passage, first, form, index, enters=enters)  # type: ignore[operator]
         elif index == own.stop:
             blocks[index] = through.after_own(passage, range(index, len(cut.parts.blocks)))  # type: ignore[operator]
     return view

@@ -48,6 +48,14 @@ def apply_model_axes(
                 do="Build or load it on the CPU.",
             )
         )
+    if pipeline is not None and tensor is not None and tensor.sequence_parallel:
+        raise ConfigError(
+            say(
+                given="sequence_parallel together with a pipeline",
+                expected="hidden states that are whole where one stage hands them to the next",
+                do="Leave sequence_parallel out, or set pp_size to 1.",
+            )
+        )
     names = [(name, tuple(p.shape)) for name, p in model.named_parameters(remove_duplicate=False)]
     for group in grid.model_groups:
         for tensor_ in (*model.parameters(), *model.buffers()):
@@ -57,7 +65,9 @@ def apply_model_axes(
     split = SplitModel(model, grid, dict(names), sum(p.numel() for p in model.parameters()))
     if tensor is not None and grid.tp_group is not None:
         plan = tensor.plan if tensor.plan == "auto" else dict(tensor.plan)
-        split.tensor = apply_tensor_parallel(model, grid.tp_group, plan=plan)
+        split.tensor = apply_tensor_parallel(
+            model, grid.tp_group, plan=plan, sequence_parallel=tensor.sequence_parallel
+        )
         split.name_ties()
     if parts is not None and pipeline is not None and grid.pp_group is not None:
         size = grid.pp_size

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from tests.models import Recipe, Window, count_label_tokens, make_windows
+from tests.models import Batch, Recipe, Window, count_label_tokens, make_windows
 from tests.oracle import Step, assert_near, assert_same, train
 from tests.parity.test_tensor import VOCAB, Exact, build
 from tests.pool import Pool
@@ -37,6 +37,7 @@ class GridCell:
     schedule: str = "1f1b"
     micro_batches: int = 2
     replicas: int = 1
+    sequence_parallel: bool = False
 
     @property
     def world_size(self) -> int:
@@ -45,7 +46,8 @@ class GridCell:
     @property
     def name(self) -> str:
         """Short, unique: the test's id."""
-        how = f"-{self.schedule}-m{self.micro_batches}" if self.pp > 1 else ""
+        how = "-sequence" * self.sequence_parallel
+        how += f"-{self.schedule}-m{self.micro_batches}" if self.pp > 1 else ""
         return (
             f"pp{self.pp}-dp{self.dp}{f'r{self.replicas}' * (self.replicas > 1)}-tp{self.tp}-stage{self.stage}"
             f"-{self.family}-{'tied' if self.tied else 'untied'}-gas{self.gas}-{self.optimizer}{how}"
@@ -56,8 +58,16 @@ class GridCell:
         return build(self.family, tied=self.tied, **{_DEPTH.get(self.family, "num_hidden_layers"): self.layers})
 
     def windows(self) -> list[Window]:
-        """One batch per dp rank and micro-step, of different sizes."""
-        return make_windows(vocab=VOCAB, steps=STEPS, gas=self.gas, world_size=self.dp)
+        """One batch per dp rank and micro-step, of different sizes; lengths divide where sequences are split."""
+        windows = make_windows(vocab=VOCAB, steps=STEPS, gas=self.gas, world_size=self.dp)
+        if not self.sequence_parallel:
+            return windows
+
+        def even(batch: Batch) -> Batch:
+            length = batch["input_ids"].shape[1] // self.tp * self.tp
+            return {name: value[:, :length] for name, value in batch.items()}
+
+        return [[[even(batch) for batch in micro] for micro in window] for window in windows]
 
 
 _DEPTH = {"gpt2": "n_layer", "bloom": "n_layer", "mpt": "n_layers"}
@@ -69,7 +79,7 @@ def plugins_of(cell: GridCell) -> list[Any]:
 
     plugins: list[Any] = [ZeroPlugin(stage=cell.stage, dp_replicate_size=cell.replicas)]
     if cell.tp > 1:
-        plugins.append(TensorParallelPlugin(tp_size=cell.tp))
+        plugins.append(TensorParallelPlugin(tp_size=cell.tp, sequence_parallel=cell.sequence_parallel))
     if cell.pp > 1:
         virtual = 2 if cell.schedule in ("interleaved", "zero-bubble", "zbv") else None
         plugins.append(

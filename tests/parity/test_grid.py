@@ -18,6 +18,7 @@ CELLS = [
     GridCell(tp=2, dp=2, stage=2, family="qwen3", gas=3, tied=True),
     GridCell(tp=2, dp=2, stage=3, family="llama-kv2", gas=3, optimizer="sgd"),
     GridCell(tp=4, stage=0, family="llama-kv2", gas=1),
+    GridCell(tp=2, dp=2, stage=2, family="llama-kv2", gas=3, sequence_parallel=True),
     # pipeline and ZeRO
     GridCell(pp=2, stage=0, family="llama", gas=3, tied=True),
     GridCell(pp=2, dp=2, stage=0, family="gpt2", schedule="gpipe", gas=1, tied=True),

@@ -128,7 +128,10 @@ class PassThrough(Shell):
             return hidden
         passage, block, form = self._follow
         if passage.received is not None:
-            hidden = passage.received
+            # Also where it was passed in: what a stub gave is of another dtype under mixed precision.
+            given, hidden = hidden, passage.received
+            args = tuple(hidden if value is given else value for value in args)
+            kwargs = {name: hidden if value is given else value for name, value in kwargs.items()}
         return form.wrap(hidden, block, args, kwargs)
 
 

@@ -1,0 +1,177 @@
+"""What a script does with a model on a grid besides stepping: fp16, checkpoints, whole weights, loaders, metrics."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from tests.models import Batch
+from tests.parity.grids import GridCell, plugins_of
+from tests.parity.test_tensor import Exact
+from tests.pool import Pools
+from tests.worker import make_accelerator
+
+GRIDS = {
+    "tp": GridCell(tp=2, dp=2, stage=3, family="llama-kv2"),
+    "pp": GridCell(pp=2, dp=2, stage=2, family="gpt2", tied=True),
+    "pp-tp": GridCell(pp=2, tp=2, stage=1, family="llama-kv1", tied=True),
+}
+
+
+def _prepared(cell: GridCell, **options: Any) -> tuple[Any, nn.Module, Any]:
+    accelerator = make_accelerator(plugins=[*plugins_of(cell), *options.pop("plugins", [])], **options)
+    model = cell.build()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    return accelerator, model, optimizer
+
+
+def _step(accelerator: Any, model: nn.Module, optimizer: Any, batch: Batch) -> float:
+    loss = model(**batch).loss
+    accelerator.backward(loss)
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.item()
+
+
+def _resume(cell: GridCell, folder: str) -> list[list[float]]:
+    """Losses of two steps after a save, and of the same two after loading it into what was built anew."""
+    windows = cell.windows()
+    with Exact():
+        accelerator, model, optimizer = _prepared(cell)
+        batches = [window[0][accelerator.dp_rank] for window in windows]
+        for batch in batches[:2]:
+            _step(accelerator, model, optimizer, batch)
+        accelerator.save_state(folder)
+        went_on = [_step(accelerator, model, optimizer, batch) for batch in batches[2:4]]
+        accelerator, model, optimizer = _prepared(cell)
+        accelerator.load_state(folder)
+        resumed = [_step(accelerator, model, optimizer, batch) for batch in batches[2:4]]
+    return [went_on, resumed]
+
+
+@pytest.mark.parametrize("grid", GRIDS)
+def test_training_resumes(pool: Pools, grid: str, tmp_path: Path) -> None:
+    for rank, (went_on, resumed) in enumerate(pool(4).run(_resume, GRIDS[grid], str(tmp_path))):
+        assert went_on == resumed, rank
+
+
+def _save(cell: GridCell, folder: str) -> dict[str, Tensor]:
+    with Exact():
+        accelerator, model, optimizer = _prepared(cell)
+        _step(accelerator, model, optimizer, cell.windows()[0][0][accelerator.dp_rank])
+        accelerator.save_model(model, folder)
+        return {name: value.clone() for name, value in accelerator.get_state_dict(model).items()}
+
+
+def _load(cell: GridCell, state: dict[str, Tensor]) -> dict[str, Tensor]:
+    accelerator, model, _ = _prepared(cell)
+    model.load_state_dict(state)
+    return {name: value.clone() for name, value in accelerator.get_state_dict(model).items()}
+
+
+@pytest.mark.parametrize("grid", GRIDS)
+def test_whole_weights_leave_and_come_back(pool: Pools, grid: str, tmp_path: Path) -> None:
+    """`get_state_dict` and `save_model` are one process's, on every rank; `load_state_dict` takes whole weights."""
+    cell = GRIDS[grid]
+    plain = cell.build()
+    states = pool(4).run(_save, cell, str(tmp_path))
+    assert states[0].keys() == plain.state_dict().keys()
+    for state in states[1:]:
+        assert all(torch.equal(state[name], states[0][name]) for name in states[0])
+    read = type(plain).from_pretrained(tmp_path, dtype=torch.float64)
+    for name, value in read.state_dict().items():
+        assert torch.equal(value, states[0][name]), name
+    for state in pool(4).run(_load, cell, states[0]):
+        assert all(torch.equal(state[name], states[0][name]) for name in states[0])
+
+
+class _Numbers(torch.utils.data.Dataset):
+    def __len__(self) -> int:
+        return 13
+
+    def __getitem__(self, index: int) -> Tensor:
+        return torch.tensor(index)
+
+
+def _read(cell: GridCell) -> tuple[list[list[int]], list[int], float]:
+    accelerator = make_accelerator(plugins=plugins_of(cell))
+    loader = accelerator.prepare(DataLoader(_Numbers(), batch_size=2))  # type: ignore[arg-type]
+    mine, metric = [], []
+    for batch in loader:
+        mine.append(batch.tolist())
+        metric += accelerator.gather_for_metrics(batch).tolist()
+    return mine, metric, accelerator.reduce(torch.tensor(1.0), "sum").item()
+
+
+@pytest.mark.parametrize("grid", GRIDS)
+def test_ranks_of_one_model_read_the_same_batches(pool: Pools, grid: str) -> None:
+    cell = GRIDS[grid]
+    runs = pool(4).run(_read, cell)
+    by_model: dict[str, int] = {}
+    for mine, metric, total in runs:
+        by_model[str(mine)] = by_model.get(str(mine), 0) + 1
+        assert metric == list(range(13))
+        assert total == cell.dp
+    assert sorted(by_model.values()) == [cell.pp * cell.tp] * cell.dp
+
+
+def _overflow(cell: GridCell) -> tuple[list[float], list[bool], bool]:
+    """Scales after each of three steps; the second has an infinite gradient on the last rank only."""
+    from hfdist.plugins import AmpPlugin
+
+    accelerator = make_accelerator(plugins=[*plugins_of(cell), AmpPlugin("fp16", init_scale=1024.0)])
+    model = cell.build().float()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    scales, skipped, kept = [], [], True
+    for number, window in enumerate(cell.windows()[:3]):
+        loss = model(**window[0][accelerator.dp_rank]).loss
+        accelerator.backward(loss)
+        before = {name: value.clone() for name, value in accelerator.get_state_dict(model).items()}
+        if number == 1 and accelerator.process_index == accelerator.num_processes - 1:
+            next(p for p in reversed(list(model.parameters())) if p.grad is not None).grad.to_local().fill_(torch.inf)
+        optimizer.step()
+        optimizer.zero_grad()
+        if number == 1:
+            kept = all(torch.equal(value, before[n]) for n, value in accelerator.get_state_dict(model).items())
+        scales.append(accelerator.scaler.get_scale())
+        skipped.append(accelerator.optimizer_step_was_skipped)
+    return scales, skipped, kept
+
+
+@pytest.mark.parametrize("grid", GRIDS)
+def test_an_overflow_on_one_rank_is_all_ranks(pool: Pools, grid: str) -> None:
+    """B30 with pp and tp axes: all skip, the scale halves, nothing is updated."""
+    for run in pool(4).run(_overflow, GRIDS[grid]):
+        assert run == ([1024.0, 512.0, 512.0], [False, True, False], True)
+
+
+def _refuse(kind: str) -> str:
+    from hfdist.errors import ConfigError
+
+    cell = GRIDS["pp-tp"]
+    try:
+        if kind == "gathered":
+            accelerator, model, _ = _prepared(cell)
+            with accelerator.gathered_parameters(model):
+                pass
+        elif kind == "muon":
+            accelerator = make_accelerator(plugins=plugins_of(cell))
+            model = cell.build()
+            matrices = [p for p in model.parameters() if p.ndim == 2]
+            accelerator.prepare(model, torch.optim.Muon(matrices, lr=1e-3))
+    except ConfigError as error:
+        return str(error)
+    return "not refused"
+
+
+@pytest.mark.parametrize(("kind", "word"), [("gathered", "get_state_dict"), ("muon", "element by itself")])
+def test_what_is_refused_by_name(pool: Pools, kind: str, word: str) -> None:
+    for said in pool(4).run(_refuse, kind):
+        assert word in said

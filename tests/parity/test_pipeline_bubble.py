@@ -14,7 +14,7 @@ from hfdist.plan.timeline import Span, Timeline, steady_bubble
 from tests.parity.pipelines import Spec, make_batch, pipeline_of
 from tests.pool import Pools
 
-SLEEP = 0.1  # seconds of a block's forward, of its backward for inputs and of that for weights
+SLEEP = 0.2  # seconds of a block's forward, of its backward for inputs and of that for weights
 MICRO_BATCHES = 8
 
 

@@ -367,3 +367,32 @@ def test_lengths_change_while_windows_accumulate(pool: Pools) -> None:
         train_pipeline, spec, windows, {"schedule": "interleaved", "num_micro_batches": 2, "num_virtual_stages": 3}
     )
     assert_parity(got, train_one_process(spec, windows))
+
+
+def _lora() -> nn.Module:
+    from peft import LoraConfig, get_peft_model
+
+    state = torch.get_rng_state()
+    torch.manual_seed(3)
+    settings = LoraConfig(r=2, target_modules=["q_proj", "down_proj"], init_lora_weights=False)
+    model = get_peft_model(Spec().build(), settings).to(torch.float64)
+    torch.set_rng_state(state)
+    return model
+
+
+def _run_lora(schedule: str) -> tuple[float, dict[str, Tensor]]:
+    model = _lora()
+    pipeline_of(model, schedule=schedule, num_micro_batches=3)
+    loss = model(**make_batch(6, 7, "left")).loss
+    loss.backward()
+    return loss.item(), _gradients(model)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zero-bubble"])
+def test_adapters_in_blocks(pool: Pools, schedule: str) -> None:
+    model = _lora()
+    loss = model(**make_batch(6, 7, "left")).loss
+    loss.backward()
+    ranks = pool(2).run(_run_lora, schedule)
+    assert [value for value, _ in ranks] == pytest.approx([loss.item()] * 2, rel=TOLERANCE)
+    assert_gradients([gradients for _, gradients in ranks], _gradients(model))

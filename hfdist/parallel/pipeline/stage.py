@@ -148,5 +148,6 @@ class Stage(PipelineStage):
 
 def _counted(ops: list[dist.P2POp]) -> list[dist.P2POp]:
     for op in ops:
+        op.tensor = op.tensor.contiguous()  # gloo refuses others
         wire.record("send", op.tensor.nbytes, group_size=2, label=LABEL)
     return ops

@@ -200,7 +200,7 @@ class Elsewhere:
 def _cannot(block: nn.Module, what: str) -> ConfigError:
     return ConfigError(
         say(
-            given=f"a block {type(block).__name__} that {what}",
+            given=f"a block {getattr(block, 'stands_for', type(block).__name__)} that {what}",
             expected="blocks that hand on one hidden state",
             do="Use ZeRO or tensor parallelism for this model.",
         )
@@ -219,12 +219,16 @@ class Stub(Shell):
         super().__init__(original)
         self._shape, self._dtype = shape, dtype
         self.sizes: dict[str, int] = {}  # of the batch that runs now
-        # Models ask an embedding for its weight's dtype and device.
-        self.weight = torch.empty(0, dtype=dtype, device=device)
+        self.device = device
+
+    @property
+    def weight(self) -> Tensor:
+        """Empty: models ask an embedding for its weight's dtype and device."""
+        return torch.empty(0, dtype=self._dtype, device=self.device)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Zeros; what is computed from them is replaced at the first own block."""
         if self._shape is None:
             return super().forward()
         shape = [self.sizes[size] if isinstance(size, str) else size for size in self._shape]
-        return torch.zeros(shape, dtype=self._dtype, device=self.weight.device)  # not expanded: models write into it
+        return torch.zeros(shape, dtype=self._dtype, device=self.device)  # not expanded: models write into it

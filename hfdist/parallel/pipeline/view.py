@@ -67,9 +67,9 @@ class View(nn.Module):
     def forward(self, received: Tensor | None, kwargs: dict[str, Any]) -> Any:
         """received: (rows, length, hidden), None on the first stage."""
         self._passage.begin(received)
-        sizes = _sizes(kwargs)
+        sizes, device = _sizes(kwargs), next(self.parameters()).device
         for stub in self._stubs:
-            stub.sizes = sizes
+            stub.sizes, stub.device = sizes, device
         try:
             output = self._model(**kwargs)
         except StageEnds as end:

@@ -90,8 +90,11 @@ def _check_options(ledger: Ledger, zero: ZeroPlugin, world_size: int | None, mod
 
     Together with tensor and pipeline parallelism (`model_ranks` above 1) these options have not been made to work.
     """
-    asked = [name for name in ("gather_dtype", "secondary_shard_size", "loss_chunk_size") if name in ledger.claims]
-    asked = [name for name in asked if ledger.value(name) != "compute"]
+    options = (
+        *("gather_dtype", "secondary_shard_size", "loss_chunk_size"),
+        *("escalate_on_oom", "conditional_modules"),  # ranks of other parts of the model would wait for ever
+    )
+    asked = [name for name in options if ledger.value(name, False) not in (False, "compute")]
     if asked and model_ranks > 1:
         sizes = [name for name in ("tp_size", "pp_size") if ledger.value(name, 1) != 1]
         raise ConfigError(

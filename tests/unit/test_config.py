@@ -268,6 +268,25 @@ def test_own_variables_of_model_axes(variable, value, field, expected):
         assert any(variable.lower() in line for line in settings.notices)
 
 
+@pytest.mark.parametrize(
+    "option", ["GATHER_DTYPE=int8", "SECONDARY_SHARD_SIZE=2", "LOSS_CHUNK_SIZE=8", "ESCALATE_ON_OOM=1",
+               "CONDITIONAL_MODULES=1"]
+)  # fmt: skip
+def test_options_of_data_parallelism_alone(option):
+    name, value = option.split("=")
+    for size in ("TP_SIZE", "PP_SIZE"):
+        environ = {f"HFDIST_{name}": value, f"HFDIST_{size}": "2", "WORLD_SIZE": "4"}
+        refused(name.lower(), size.lower(), environ=environ)
+    settle({f"HFDIST_{name}": "0" if value == "1" else value, "WORLD_SIZE": "4"})
+
+
+def test_all_is_as_many_ranks_as_are_left():
+    assert settle({"HFDIST_PP_SIZE": "all", "HFDIST_TP_SIZE": "2", "WORLD_SIZE": "8"}).pipeline.pp_size == 4
+    assert settle({"HFDIST_TP_SIZE": "all", "WORLD_SIZE": "3"}).tensor.tp_size == 3
+    assert settle({"HFDIST_TP_SIZE": "all"}).tensor is None
+    refused("all", "tp_size", environ={"HFDIST_PP_SIZE": "all", "HFDIST_TP_SIZE": "all", "WORLD_SIZE": "4"})
+
+
 def test_every_setting_of_the_table_has_a_test_above():
     tests = (test_own_variables, test_own_variables_of_amp, test_own_variables_of_model_axes)
     tested = {mark.args[1][i][0] for test in tests

@@ -6,7 +6,10 @@ from dataclasses import replace
 
 from hfdist.engine.core import Engine
 from hfdist.engine.norm import local_tensor
+from hfdist.errors import coordinates
 from hfdist.models.size import model_size
+from hfdist.parallel.split import SplitModel
+from hfdist.parallel.tensor.layout import Replicated
 from hfdist.plan import Layout, explain, format_bytes, plan_step
 from hfdist.plugins import ZeroPlugin
 
@@ -43,8 +46,32 @@ def explain_engine(engine: Engine, now: Layout) -> str:
             f"{type(zero.model).__name__.removeprefix('FSDP')} at stage {now.stage}: mesh dp_replicate={replicas} x "
             f"dp_shard={shards}, {len(zero.blocks)} blocks and the root as units."
         )
+        if zero.split is not None:
+            lines += _split_lines(zero.split)
         lines.append(explain(model_size(zero.model, zero.blocks), now))
     return "\n".join(lines) or "Nothing is prepared yet."
+
+
+def _split_lines(split: SplitModel) -> list[str]:
+    """Grid, who has what, and what each axis sends, of a model over tensor or pipeline ranks."""
+    grid = split.grid
+    mine = sum(p.numel() for p in split.model.parameters())
+    lines = [
+        f"Grid pp {grid.pp_size} x dp {grid.data.size} x tp {grid.tp_size}; this is rank {grid.rank}, "
+        f"{coordinates(pp=grid.pp_rank, dp=grid.dp_rank, tp=grid.tp_rank)}, of {split.num_parameters:,} parameters it "
+        f"has {mine:,} before ZeRO. The table is of those, and of the data axis."
+    ]
+    if split.pipeline is not None:
+        lines += split.pipeline.describe().splitlines()
+        lines.append("Sent by pipeline ranks per cut and batch: hidden x tokens forward, as much backward.")
+    if split.tensor is not None:
+        whole = sum(isinstance(layout, Replicated) for layout in split.tensor.layouts.values())
+        lines.append(
+            f"Tensor parallel: {len(split.tensor.layouts) - whole} parameters split, {whole} whole on every rank; "
+            f"{split.tensor.block_share:.0%} of the blocks' elements here; {split.tensor.num_all_reduces} all-reduces "
+            "of hidden x tokens in a forward of the whole model, about as many in its backward."
+        )
+    return lines
 
 
 def higher_stages(engine: Engine, now: Layout) -> str:

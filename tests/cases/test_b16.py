@@ -10,6 +10,7 @@ from transformers import LlamaConfig, LlamaForSequenceClassification, LlamaForTo
 
 from tests.models import IGNORE, WeightedLoss
 from tests.oracle import assert_same, gradients_of
+from tests.parity.grids import GridCell, check_grid
 from tests.parity.loops import whole_gradients
 from tests.pool import Pools
 from tests.worker import make_accelerator
@@ -153,3 +154,9 @@ def test_labels_that_are_not_shifted(pool: Pools, kind: str, stage: int) -> None
     model(**{name: torch.cat([part[name] for part in parts]) for name in parts[0]}).loss.backward()
     for rank, gradients in enumerate(pool(3).run(_classify, kind, stage)):
         assert_same(f"rank {rank}", gradients, gradients_of(model), 1e-6)
+
+
+@pytest.mark.parametrize("axes", [{"tp": 2}, {"pp": 2}], ids=str)
+def test_ranks_of_one_model_count_their_tokens_once(pool: Pools, axes: dict[str, int]) -> None:
+    """The same over two data ranks of two ranks each; their batches differ in label tokens."""
+    check_grid(pool(4), GridCell(dp=2, stage=1, gas=2, optimizer="sgd", **axes))

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from tests.models import Recipe, Window, make_windows
 from tests.oracle import Tensors, assert_same, parameters_of, train
+from tests.parity.grids import GridCell, check_grid
 from tests.parity.test_tensor import VOCAB, Exact, build
 from tests.pool import Pools
 
@@ -51,3 +52,9 @@ def test_query_and_key_norms(pool: Pools, gas: int, shape: dict[str, Any]) -> No
     (_, first), (_, second) = results
     assert any("q_norm" in name for name in first)
     assert_same("on both ranks", first, second, 0.0)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_at_every_stage(pool: Pools, stage: int) -> None:
+    """Through `accelerator.prepare`, three micro-steps: stages 2 and 3 reduce in each of them."""
+    check_grid(pool(2), GridCell(tp=2, stage=stage, family="qwen3", gas=3, optimizer="sgd"))

@@ -175,3 +175,16 @@ def _refuse(kind: str) -> str:
 def test_what_is_refused_by_name(pool: Pools, kind: str, word: str) -> None:
     for said in pool(4).run(_refuse, kind):
         assert word in said
+
+
+def _explain(cell: GridCell) -> str:
+    accelerator, _, _ = _prepared(cell)
+    return accelerator.explain()
+
+
+def test_explain_shows_grid_cut_and_split(pool: Pools) -> None:
+    for rank, said in enumerate(pool(4).run(_explain, GRIDS["pp-tp"])):
+        assert f"pp={rank // 2} dp=0 tp={rank % 2}" in said
+        assert "Grid pp 2 x dp 1 x tp 2" in said
+        assert "1f1b, 2 micro-batches" in said
+        assert "parameters split" in said

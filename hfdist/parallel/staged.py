@@ -47,10 +47,14 @@ def add_gradients(zero: ZeroModel, gradients: dict[nn.Parameter, torch.Tensor], 
         for param in group.fsdp_params:
             whole = param._unsharded_param
             gradient = gradients.get(whole)
-            if gradient is not None:
-                # Autograd keeps a gradient in the parameter's dtype; where reductions are wider FSDP2 widens the sum.
-                part = gradient * factor.to(gradient.dtype)
+            if gradient is None:
+                continue
+            part = gradient * factor.to(gradient.dtype)
+            if part.dtype == whole.dtype:
                 whole.grad = part if whole.grad is None else whole.grad.add_(part)
+            else:  # of half-precision parameters, summed in fp32: where FSDP2 keeps those of earlier micro-steps
+                waiting = param.unsharded_accumulated_grad
+                param.unsharded_accumulated_grad = part if waiting is None else waiting.add_(part)
         group.post_backward()
         group._training_state = TrainingState.IDLE
     if not zero.window_open:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from tests.models import Batch
-from tests.parity.grids import GridCell, plugins_of
+from tests.parity.grids import GridCell, plugins_of, whole_gradients
 from tests.parity.test_tensor import Exact
 from tests.pool import Pools
 from tests.worker import make_accelerator
@@ -188,3 +188,40 @@ def test_explain_shows_grid_cut_and_split(pool: Pools) -> None:
         assert "Grid pp 2 x dp 1 x tp 2" in said
         assert "1f1b, 2 micro-batches" in said
         assert "parameters split" in said
+
+
+def _half(cell: GridCell, dtype: str) -> tuple[dict[str, Tensor], list[str], bool]:
+    """Whole gradients of one step, in which dtypes they were handed out, and whether parameters were gathered in half."""
+    from hfdist.plugins import AmpPlugin
+
+    accelerator = make_accelerator(plugins=[*plugins_of(cell), AmpPlugin(dtype)])  # type: ignore[arg-type]
+    model = accelerator.prepare(cell.build().float())
+    pipeline = accelerator.engine.of(model).split.pipeline
+    hand_out, seen = pipeline.add_gradients, []
+
+    def look(gradients: dict[nn.Parameter, Tensor], factor: Tensor) -> None:
+        seen.extend((str(g.dtype), p.dtype.itemsize == 2) for p, g in gradients.items())
+        hand_out(gradients, factor)
+
+    pipeline.add_gradients = look
+    loss = model(**cell.windows()[0][0][0]).loss
+    accelerator.backward(loss)
+    accelerator.unscale_gradients()
+    scale = 1.0 if accelerator.scaler is None else accelerator.scaler.get_scale()
+    gradients = {name: g / scale for name, g in whole_gradients(accelerator, model).items()}
+    return gradients, sorted({dtype for dtype, _ in seen}), all(half for _, half in seen)
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zero-bubble"])
+@pytest.mark.parametrize(("dtype", "bits"), [("bf16", 8), ("fp16", 11)])
+def test_half_precision_adds_micro_batches_in_fp32(pool: Pools, dtype: str, bits: int, schedule: str) -> None:
+    """Near the fp32 gradient of one process, by the bits that each product has."""
+    cell = GridCell(pp=2, stage=0, family="llama", layers=4, schedule=schedule, micro_batches=4)
+    model = cell.build().float()
+    model(**cell.windows()[0][0][0]).loss.backward()
+    want = {name: p.grad for name, p in model.named_parameters()}
+    for gradients, dtypes, half in pool(2).run(_half, cell, dtype):
+        assert (dtypes, half) == (["torch.float32"], True)
+        for name, gradient in want.items():
+            scale = float(gradient.abs().max()) + 1e-3
+            assert float((gradients[name] - gradient).abs().max()) / scale < 16 * 2.0**-bits, name

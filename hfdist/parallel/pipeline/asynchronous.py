@@ -28,6 +28,7 @@ from hfdist.measure import wire
 from hfdist.parallel.pipeline.apply import Shared
 from hfdist.parallel.pipeline.stage import LABEL
 from hfdist.parallel.pipeline.view import View
+from hfdist.parallel.pipeline.wide import take_half_gradients
 
 Watch = Callable[[int, str, int, bool], None]
 _HEADER = 8  # most dimensions of a hidden state
@@ -146,6 +147,7 @@ class Asynchronous:
         self._watch(self.rank, "B", number, True)
         torch.autograd.backward(oldest.output, gradient)
         self._watch(self.rank, "B", number, False)
+        take_half_gradients(flight.copies.items(), flight.gradients)
         if oldest.received is not None:
             sent = oldest.received.grad
             self._send(torch.zeros_like(oldest.received) if sent is None else sent.contiguous(), self.rank - 1)

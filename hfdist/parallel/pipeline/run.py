@@ -34,6 +34,7 @@ from hfdist.parallel.pipeline.schedules import build_schedule
 from hfdist.parallel.pipeline.stage import Stage
 from hfdist.parallel.pipeline.stand_ins import BlockForm
 from hfdist.parallel.pipeline.view import View
+from hfdist.parallel.pipeline.wide import take_half_gradients
 
 LossFn = Callable[[Any, Mapping[str, Any]], Tensor]
 Gradients = dict[nn.Parameter, Tensor]
@@ -43,7 +44,7 @@ CACHES = ("cache", "past_key_values")
 def add_to_grad(gradients: Gradients, factor: Tensor) -> None:
     """`.grad += gradient * factor` for each parameter."""
     for parameter, gradient in gradients.items():
-        part = gradient * factor.to(gradient.dtype)
+        part = (gradient * factor.to(gradient.dtype)).to(parameter.dtype)
         parameter.grad = part if parameter.grad is None else parameter.grad.add_(part)
 
 
@@ -72,6 +73,7 @@ class Pipeline:
         self.loss_scale: Callable[[], float] = lambda: 1.0
         # Called as watch(stage, kind, micro_batch, begins) around every computation.
         self.watch: Callable[[int, str, int, bool], None] | None = None
+        self._after_backward: Callable[[], None] | None = None
         self._form = BlockForm()
         self._built: tuple[Any, Any, dict[int, Stage]] | None = None
         self._probed_dtype = _dtype_of(model)
@@ -223,13 +225,16 @@ class Pipeline:
         losses: list[Tensor] = []
         for p in parameters:
             p.grad = None
+        gradients: Gradients = {}
+        self._after_backward = lambda: take_half_gradients(((p, p) for p in parameters), gradients)
         try:
             with torch.random.fork_rng(devices=_devices(self.device)):
                 for index, stage in stages.items():
                     stage.bind(self._view(index, stage, seed), self._kwargs(micro, index), self._finish(micro, losses))
                 schedule.step(target=torch.arange(self.num_micro_batches), return_outputs=False)
-            gradients = {p: p.grad for p in parameters if p.grad is not None}
+            gradients |= {p: p.grad for p in parameters if p.grad is not None}
         finally:
+            self._after_backward = None
             for p, gradient in before.items():
                 p.grad = gradient
             for stage in stages.values():
@@ -271,6 +276,13 @@ class Pipeline:
         object.__setattr__(output, "loss_batch", batch)
         return output
 
+    def _note(self, stage: int, kind: str, micro_batch: int, begins: bool) -> None:
+        """A computation of a schedule begins or ends."""
+        if self.watch is not None:
+            self.watch(stage, kind, micro_batch, begins)
+        if not begins and kind in ("B", "W") and self._after_backward is not None:
+            self._after_backward()
+
     def _schedule(self, hidden: tuple[tuple[int, ...], torch.dtype]) -> tuple[Any, dict[int, Stage]]:
         key = (hidden, self.device)
         if self._built is None or self._built[0] != key:
@@ -281,7 +293,7 @@ class Pipeline:
                     hidden=hidden,
                     device=self.device,
                     group=self.group,
-                    watch=lambda *event: None if self.watch is None else self.watch(*event),
+                    watch=self._note,
                 )
                 for index in self.applied.stages
             }

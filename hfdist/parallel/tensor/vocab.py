@@ -9,6 +9,7 @@ when someone reads `outputs.logits` (a collective: all ranks of the group read t
 from __future__ import annotations
 
 import inspect
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -146,9 +147,14 @@ class LazyLogits:
         if base in self._classes:
             return self._classes[base]
 
+        # Weak: transformers keeps every class of outputs for ever, and with it would go the process group.
+        weak = weakref.ref(self)
+
         def gathered(local: Any) -> Any:
-            partial = isinstance(local, Tensor) and local.shape[-1] != self.whole
-            return collectives.gather(local, self.ranks, self.whole) if partial else local
+            lazy = weak()
+            if lazy is None or not isinstance(local, Tensor) or local.shape[-1] == lazy.whole:
+                return local
+            return collectives.gather(local, lazy.ranks, lazy.whole)
 
         class Lazy(base):  # type: ignore[misc, valid-type]
             def __getattribute__(self, name: str) -> Any:

@@ -73,25 +73,30 @@ def verify_types(
 ) -> dict[str, Result]:
     """Each of `types` by every technique, one after the other; `done` is called with each result."""
     results: dict[str, Result] = {}
+    key = record.current_key()
     with contextlib.ExitStack() as stack:
         groups = {size: stack.enter_context(Group(size)) for _, _, size in TECHNIQUES.values()}
         for name in types:
             started(name)
-            results[name] = _verify(name, groups)
+            results[name] = _verify(name, groups, key)
             done(name, results[name])
     return results
 
 
-def _verify(name: str, groups: dict[int, Group]) -> Result:
+def _verify(name: str, groups: dict[int, Group], key: str) -> Result:
     start = time.monotonic()
     verdicts: dict[str, Verdict] = {}
     for index, (technique, (_, _, size)) in enumerate(TECHNIQUES.items()):
+        refused = [verdicts[axis] for axis in ("tp", "pp") if axis in verdicts and verdicts[axis].status == "refused"]
+        if technique == "3d" and refused:
+            verdicts[technique] = refused[0]
+            continue
         # What is left of the type's time, shared by the techniques that are left.
         left = SECONDS_A_TYPE - (time.monotonic() - start)
         answers = groups[size].run(name, technique, max(5.0, left / (len(TECHNIQUES) - index) * 1.5))
         errors = [answer for answer in answers if isinstance(answer, tuple)]
         not_built = [text for kind, text in errors if kind == "NotBuilt"]
         if not_built:
-            return record.new_result(seconds=time.monotonic() - start, not_built=not_built[0])
+            return record.new_result(key, seconds=time.monotonic() - start, not_built=not_built[0])
         verdicts[technique] = judge_errors(errors) if errors else judge(technique, answers)
-    return record.new_result(seconds=time.monotonic() - start, verdicts=verdicts)
+    return record.new_result(key, seconds=time.monotonic() - start, verdicts=verdicts)

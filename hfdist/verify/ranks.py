@@ -55,7 +55,7 @@ class Group:
             waiting = [rank for rank in range(self.world_size) if rank not in answers]
             ready = wait([self._conns[rank] for rank in waiting], max(0.0, deadline - time.monotonic()))
             if not ready:
-                answers |= {rank: ("Timeout", f"no answer in {timeout:.0f} s") for rank in waiting}
+                answers |= dict.fromkeys(waiting, ("Timeout", f"no answer in {timeout:.0f} s"))
                 break
             for rank in waiting:
                 if self._conns[rank] in ready:

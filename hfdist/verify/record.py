@@ -60,10 +60,10 @@ def current_key() -> str:
     return digest.hexdigest()[:16]
 
 
-def new_result(*, seconds: float, not_built: str = "", verdicts: dict[str, Verdict] | None = None) -> Result:
-    """A result of today, with this installation's key."""
+def new_result(key: str, *, seconds: float, not_built: str = "", verdicts: dict[str, Verdict] | None = None) -> Result:
+    """A result of today; `key` as it was when the ranks started, which keep the sources they loaded."""
     today = datetime.datetime.now(datetime.timezone.utc).date().isoformat()
-    return Result(current_key(), versions(), today, round(seconds, 1), not_built, verdicts or {})
+    return Result(key, versions(), today, round(seconds, 1), not_built, verdicts or {})
 
 
 def load_results(path: Path) -> dict[str, Result]:
@@ -137,9 +137,10 @@ def page(types: list[str], results: dict[str, Result]) -> str:
     lines = [
         "# Causal language models",
         "",
-        "Every type that `AutoModelForCausalLM` has, built tiny, trained one step and compared with one process in fp32:",
-        "loss and all gradients within 1e-5. Verified means really split as well: at most 0.6 of the blocks' parameters",
-        "on a rank for each axis of size 2, every block on one stage, an all-reduce in every tensor-parallel block.",
+        "Every type that `AutoModelForCausalLM` has, built tiny, trained one step and compared with one process in",
+        "fp32: loss and all gradients within 1e-5. Verified means really split as well: at most 0.6 of the blocks'",
+        "parameters on a rank for each axis of size 2, every block on one stage, an all-reduce in every block of TP.",
+        "Where TP or PP refuses a type, 3D is not tried: it refuses with the same words.",
         "",
         "- verified: all of that holds",
         "- refused: an error before any work, whose first sentence is in the last column",

@@ -49,15 +49,17 @@ def check(model_type: str, technique: str, rank: int) -> Seen:
     from hfdist.accelerator import Accelerator
 
     model = tiny_model(model_type)
-    blocks_of_one = _bytes_of_blocks(model)
+    # By name from here on: a stage has stand-ins where other stages' blocks were.
+    names = [name for name, _ in find_blocks(model)]
+    blocks_of_one = _bytes_of_blocks(model, names)
     halves = [{name: value[i : i + 2] for name, value in tiny_batch().items()} for i in (0, 2)]
     loss_of_one, want = _train_alone(model, [tiny_batch()] if technique == "tp" else halves)
 
     accelerator = Accelerator(plugins=plugins_of(technique))
     model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
     zero = accelerator.engine.of(model)
-    blocks = _bytes_of_blocks(model)
-    with _BlockReduces(model) as reduces:
+    blocks = _bytes_of_blocks(model, names)
+    with _BlockReduces([model.get_submodule(name) for name in blocks]) as reduces:
         loss = model(**(halves[rank] if technique == "zero3" else tiny_batch())).loss
     accelerator.backward(loss)
     difference, worst = _compare(_whole_gradients(zero, model), want)
@@ -125,19 +127,22 @@ def _compare(ours: dict[str, Tensor], want: dict[str, Tensor]) -> tuple[float, s
     return worst
 
 
-def _bytes_of_blocks(model: nn.Module) -> dict[str, int]:
-    """Bytes of the parameters of each block that this rank has."""
-    return {
-        name: sum((p.to_local() if isinstance(p, DTensor) else p).nbytes for p in block.parameters())
-        for name, block in find_blocks(model)
+def _bytes_of_blocks(model: nn.Module, names: list[str]) -> dict[str, int]:
+    """Bytes of the parameters of those blocks that this rank has."""
+    modules = dict(model.named_modules())
+    sizes = {
+        name: sum((p.to_local() if isinstance(p, DTensor) else p).nbytes for p in modules[name].parameters())
+        for name in names
+        if name in modules
     }
+    return {name: size for name, size in sizes.items() if size}
 
 
 class _BlockReduces:
     """Counts the all-reduces that each block issues in its first forward; `fewest` is the smallest count."""
 
-    def __init__(self, model: nn.Module) -> None:
-        self._blocks = [block for _, block in find_blocks(model)]
+    def __init__(self, blocks: list[nn.Module]) -> None:
+        self._blocks = blocks
         self._counts: dict[int, int] = {}
         self._open: list[int] = []
 

@@ -41,7 +41,8 @@ def models(verify: list[str], out: Path, page: Path | None) -> None:
             )
     todo = [name for name in verify if name != "all"]
     if "all" in verify:
-        todo += [n for n in types if n not in todo and (n not in results or results[n].key != key)]
+        todo += [name for name in types if name not in todo and name not in results]
+        todo += [name for name in types if name not in todo and results[name].key != key]
     console = Console()
     if todo:
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())

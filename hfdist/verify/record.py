@@ -20,13 +20,13 @@ from typing import Any
 
 from rich.table import Table
 
-import hfdist
 from hfdist.verify.check import TECHNIQUES
 from hfdist.verify.judge import Verdict, first_sentence
 
 HEADINGS = {"zero3": "ZeRO-3", "tp": "TP 2", "pp": "PP 2", "3d": "3D 2x2"}
 
 
+_PACKAGE = Path(__file__).parents[1]
 # Sources that no result depends on.
 _ASIDE = ("cli.py", "compare", "configs", "native.py", "recipe", "report", "run.py")
 _ASIDE_HERE = ("verify/__init__.py", "verify/command.py", "verify/record.py")
@@ -52,9 +52,8 @@ def versions() -> dict[str, str]:
 def current_key() -> str:
     """Of the installed versions and hfdist's sources; a result with another key is out of date."""
     digest = hashlib.sha256(json.dumps(versions(), sort_keys=True).encode())
-    package = Path(hfdist.__file__).parent
-    for path in sorted(package.rglob("*.py")):
-        name = path.relative_to(package)
+    for path in sorted(_PACKAGE.rglob("*.py")):
+        name = path.relative_to(_PACKAGE)
         if name.parts[0] not in _ASIDE and name.as_posix() not in _ASIDE_HERE:
             digest.update(name.as_posix().encode() + b"\0" + path.read_bytes())
     return digest.hexdigest()[:16]

@@ -121,7 +121,7 @@ def test_the_key_is_of_the_sources_that_matter(monkeypatch: pytest.MonkeyPatch, 
     for name in ("__init__.py", "cli.py", "parallel/zero.py", "recipe/run.py"):
         (package / name).parent.mkdir(parents=True, exist_ok=True)
         (package / name).write_text("1")
-    monkeypatch.setattr(record.hfdist, "__file__", str(package / "__init__.py"))
+    monkeypatch.setattr(record, "_PACKAGE", package)
     key = record.current_key()
     (package / "cli.py").write_text("2")
     (package / "recipe" / "run.py").write_text("2")

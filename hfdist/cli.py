@@ -3,7 +3,7 @@
 hfdist config zero3 > my.yaml          hfdist explain --model-params 7e9 --num-processes 8 --precision bf16
 hfdist data smollm2                    hfdist report runs/zero3-*.jsonl --plot zero3.png
 hfdist schedule 1f1b --plot 1f1b.png   hfdist compare accelerate_configs/zero3.yaml recipes/zero3.py
-hfdist env
+hfdist models --verify llama gpt2      hfdist env
 """
 
 from __future__ import annotations
@@ -164,6 +164,27 @@ def schedule(
     if plot is not None:
         gantt.draw_timelines(pictures, plot)
         print(f"Plot: {plot}")
+
+
+@app.command(context_settings={"allow_extra_args": True})
+def models(
+    context: typer.Context,
+    verify: Annotated[str | None, typer.Option(help='a type, or several: --verify llama gpt2; or "all"')] = None,
+    out: Annotated[Path, typer.Option(help="results, kept from run to run")] = Path("runs/models.json"),
+    page: Annotated[Path | None, typer.Option(help="write the results as Markdown")] = None,
+) -> None:
+    """Causal language models of the installed transformers: which are verified under ZeRO-3, TP, PP and 3D.
+
+    --verify builds each type tiny, trains a step on 2 and 4 processes, and compares with one. It is resumable: "all"
+    leaves out what has a result of these versions and sources.
+    """
+    from hfdist.verify.command import models as run
+
+    if context.args and verify is None:
+        raise ConfigError(
+            say(given=" ".join(context.args), expected="options", do=f"Say --verify {' '.join(context.args)}.")
+        )
+    run([] if verify is None else [verify, *context.args], out, page)
 
 
 @app.command()

@@ -12,7 +12,19 @@ PACKAGE = ROOT / "hfdist"
 # A module imports only from its left, lazily or not. `__init__` (lazy exports) and `__main__`-like entries come last.
 ORDER = [
     *("errors", "plugins", "config", "launch", "plan", "measure", "comm", "mesh", "models", "parallel", "engine"),
-    *("checkpoint", "native", "accelerator", "patching", "run", "recipe", "report", "compare", "cli", "__init__"),
+    *(
+        "checkpoint",
+        "native",
+        "accelerator",
+        "verify",
+        "patching",
+        "run",
+        "recipe",
+        "report",
+        "compare",
+        "cli",
+        "__init__",
+    ),
 ]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from typing import Any
 
@@ -76,3 +77,44 @@ def _held(schedule: str, number: int) -> int:
 def test_1f1b_holds_at_most_p_micro_batches_where_gpipe_holds_all(pool: Pools, pp: int) -> None:
     assert pool(pp).run(_held, "gpipe", 7) == [7] * pp
     assert pool(pp).run(_held, "1f1b", 7) == [pp - rank for rank in range(pp)]
+
+
+def _recorded(schedule: str, first: int | None) -> tuple[list[float], list[list[tuple[int, str, int]]]]:
+    """Five updates, with a recorder from batch `first` on: (losses, what it saw of every rank)."""
+    from hfdist.measure.timeline import Recorder
+
+    model = Spec(layers=5).build()
+    pipeline = pipeline_of(model, schedule=schedule, num_micro_batches=4)
+    recorder = None if first is None else Recorder(pipeline, first=first)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    losses = []
+    for number in range(5):
+        if recorder is not None:
+            recorder.turn(number)
+        loss = model(**make_batch(4, 5, seed=number)).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    if recorder is None:
+        return losses, []
+    timeline = recorder.gather()
+    assert pipeline.watch is None
+    for rank in range(2):
+        mine = [span for span in timeline.spans if span.rank == rank]
+        assert all(span.start <= span.end for span in mine)
+        assert all(before.end <= after.start for before, after in itertools.pairwise(mine))
+    actions = [[span.action for span in timeline.spans if span.rank == rank] for rank in range(2)]
+    return losses, [[(a.stage, a.kind, a.micro_batch) for a in order] for order in actions]
+
+
+@pytest.mark.parametrize(("schedule", "first"), [("1f1b", 0), ("zero-bubble", 4), ("pipedream", 1), ("pipedream", 2)])
+def test_a_recorder_sees_the_planned_order_of_all_ranks_and_changes_no_loss(
+    pool: Pools, schedule: str, first: int
+) -> None:
+    planned = plan_schedule(schedule, num_ranks=2, num_micro_batches=4)
+    want = [[(a.stage, a.kind, a.micro_batch) for a in order] for order in planned.orders]
+    plain = pool(2).run(_recorded, schedule, None)
+    for (losses, orders), (without, _) in zip(pool(2).run(_recorded, schedule, first), plain, strict=True):
+        assert orders == want
+        assert losses == without

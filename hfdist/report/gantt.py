@@ -124,8 +124,8 @@ def draw_measured(schedule: Schedule, measured: Timeline, output: Path) -> str:
     ideal = plan_timeline(schedule)
     unit = busy(measured) / busy(ideal)
     captions = (
-        f"measured: {title(schedule)}, {1000 * measured.end:,.0f} ms: {_bubble(schedule, measured)}",
-        f"ideal: {1000 * ideal.end * unit:,.0f} ms: {_bubble(schedule, ideal)}",
+        f"measured, {title(schedule)}, {1000 * measured.end:,.0f} ms: {_bubble(schedule, measured)}",
+        f"ideal, {1000 * ideal.end * unit:,.0f} ms: {_bubble(schedule, ideal)}",
     )
     draw_timelines([(captions[0], schedule, scaled(measured, 1 / unit)), (captions[1], schedule, ideal)], output)
     return captions[0]

@@ -47,6 +47,8 @@ class RecipeArguments:
     held_out: int = 24
     save: Path | None = None
     plot: Path | None = None
+    # PNG of one step of a pipeline, measured beside ideal; only where the model is cut over ranks.
+    timeline: Path | None = None
     # The run record, jsonl; None: runs/<recipe>-<time>.jsonl.
     record: Path | None = None
 
@@ -97,7 +99,9 @@ def begin(
     args = parse(recipe, sys.argv[1:], defaults=defaults)
     if args.save is not None:
         verify_writable(args.save, option="--save")
-    for option, path in (("--plot", args.plot), ("--record", args.record)):
+    if args.timeline is not None and (engine != "hfdist" or processes == "one"):
+        raise no_pipeline(recipe)
+    for option, path in (("--plot", args.plot), ("--timeline", args.timeline), ("--record", args.record)):
         if path is not None:
             verify_writable(path.parent, option=option)
     # Not read yet: whatever is wrong with the name alone is said before ranks are started.
@@ -161,6 +165,7 @@ def parse(recipe: str, argv: Sequence[str], *, defaults: Mapping[str, object] | 
     add("--held-out", type=int, default=default.held_out, help="blocks never trained on (%(default)s)")
     add("--save", type=Path, help="directory for the trained model, in the Hugging Face format")
     add("--plot", type=Path, help="PNG: the loss, and the memory next to the formula")
+    add("--timeline", type=Path, help="PNG, pipelines only: who computed when in one step, next to the ideal")
     add("--record", type=Path, help="the run record, jsonl (runs/<recipe>-<time>.jsonl)")
     values = vars(parser.parse_args(list(argv)))
     asked = values.pop("batch_size")
@@ -169,6 +174,17 @@ def parse(recipe: str, argv: Sequence[str], *, defaults: Mapping[str, object] | 
     if asked is None:
         args = replace(args, batch_size=_default_batch_size(args))
     return args
+
+
+def no_pipeline(recipe: str) -> ConfigError:
+    """What `--timeline` gets where no model is cut over ranks."""
+    return ConfigError(
+        say(
+            given=f"--timeline for {recipe}, which cuts no model into stages",
+            expected="a recipe with a pipeline on 2 ranks or more",
+            do="Use recipes/pipeline_1f1b.py or another pipeline, or leave --timeline out.",
+        )
+    )
 
 
 def verify_writable(directory: Path, *, option: str) -> None:

@@ -23,14 +23,16 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hfdist.errors import DistributedError, say
-from hfdist.recipe.arguments import RecipeArguments
+from hfdist.errors import ConfigError, DistributedError, say
+from hfdist.recipe.arguments import RecipeArguments, no_pipeline
 from hfdist.recipe.record import RecordWriter, new_record_path, versions
 from hfdist.recipe.tokens import Data
 
 if TYPE_CHECKING:
     import accelerate
     import torch
+
+    from hfdist.measure.timeline import Recorder
 
 # Blocks in one forward of `evaluate`.
 EVALUATION_BATCH = 4
@@ -89,6 +91,8 @@ class Run:
         self._formulas: dict[int, dict[str, int]] = {}
         self._wire_bound = 0
         self._watching = contextlib.ExitStack()
+        asked = args.timeline is not None and not self.measured_elsewhere
+        self._recorder = self._build_recorder(own=own) if asked else None
         shown = self.is_main and not self.measured_elsewhere
         self._progress = _Progress(args) if shown else None
         self._record = RecordWriter(args.record or new_record_path(args.recipe)) if shown else None
@@ -108,7 +112,11 @@ class Run:
             for number, batch in enumerate(loader):
                 if number == self._watched_step * self.accumulation and not self.measured_elsewhere:
                     self._watch()
+                if self._recorder is not None:
+                    self._recorder.turn(number)
                 yield {name: tensor.to(self.device) for name, tensor in batch.items()}
+            if self._recorder is not None:
+                self._recorder.stop()
             if counts:
                 self._wire_bytes, self._wire_steps = dict(wire.by_op), self.step
 
@@ -224,6 +232,10 @@ class Run:
         if self.world_size > 1:
             memory = [{} for _ in range(self.world_size)]
             dist.all_gather_object(memory, self._memory)
+        if self._recorder is not None:
+            from hfdist.measure.timeline import as_record
+
+            self._write("timeline", **as_record(self._recorder.schedule, self._recorder.gather()))
         scaler = getattr(self.accelerator, "scaler", None)
         steps = max(1, self._wire_steps)
         self._write(
@@ -267,6 +279,27 @@ class Run:
             wire = self._watching.enter_context(record_wire())
             self._watching.enter_context(watch_collectives())
             self._wire_steps = 1
+
+    def _build_recorder(self, *, own: bool) -> Recorder:
+        """Of one step, with `--timeline`. Raises ConfigError where there is no pipeline, or too few steps to see it."""
+        from hfdist.measure.timeline import Recorder, num_recorded
+
+        split = self.accelerator.engine.of(self.model).split if own else None  # type: ignore[union-attr]
+        pipeline = None if split is None else split.pipeline
+        if pipeline is None:
+            raise no_pipeline(self.args.recipe)
+        batches, needed = self.args.steps * self.accumulation, num_recorded(pipeline.runs)
+        if batches < needed:
+            raise ConfigError(
+                say(
+                    given=f"--timeline with --steps {self.args.steps}",
+                    expected=f"{needed} batches of {pipeline.schedule}, which is never flushed",
+                    do=f"Use --steps {needed} or more.",
+                )
+            )
+        # Neither the first step nor the one whose memory is looked at, which is slower for it.
+        first = (self._watched_step + 1) * self.accumulation
+        return Recorder(pipeline, first=min(first, batches - needed))
 
     def _tokens_per_second(self) -> float:
         """Over all ranks, without the first step, in which engines set themselves up, and the one that was watched."""

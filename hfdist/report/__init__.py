@@ -21,6 +21,21 @@ def show_report(record: Path | None, *, plot: Path | None = None) -> None:
     if plot is not None:
         plot_runs([record], plot)
     print_run(record, plot=plot)
+    draw_timeline(record)
+
+
+def draw_timeline(record: Path) -> None:
+    """Draw the step that a run with `--timeline` recorded, measured next to ideal, to the PNG it named."""
+    from hfdist.measure.timeline import from_record
+    from hfdist.recipe.record import read_record
+    from hfdist.report import gantt
+
+    lines = read_record(record)
+    for line in lines:
+        if line["kind"] == "timeline":
+            output = Path(lines[0]["settings"]["timeline"])
+            print(gantt.draw_measured(*from_record(line), output))
+            print(f"Timeline: {output}")
 
 
 def plot_runs(records: Sequence[Path], output: Path) -> None:

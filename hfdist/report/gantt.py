@@ -7,11 +7,12 @@ the micro-batch; what is left white is the bubble.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hfdist.plan.schedule import Schedule
-from hfdist.plan.timeline import Span, Timeline, steady_bubble
+from hfdist.plan.timeline import Span, Timeline, plan_timeline, steady_bubble
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -29,12 +30,14 @@ KINDS = {"F": "forward", "B": "backward (only for inputs where split)", "W": "ba
 
 def describe(schedule: Schedule, timeline: Timeline) -> str:
     """Bubble next to its formula, and the activations every rank holds."""
-    measured = f"idle {100 * steady_bubble(schedule, timeline):.1f} %"
-    formula = schedule.bubble_formula
-    if formula is not None:
-        measured += f", formula {formula[0]} = {100 * formula[1]:.1f} %"
     held = [timeline.activations_held(rank, schedule.num_virtual_stages) for rank in range(schedule.num_ranks)]
-    return f"{measured}; micro-batches held at most: {', '.join(f'{count:g}' for count in held)}"
+    return f"{_bubble(schedule, timeline)}; micro-batches held at most: {', '.join(f'{count:g}' for count in held)}"
+
+
+def _bubble(schedule: Schedule, timeline: Timeline) -> str:
+    words = f"idle {100 * steady_bubble(schedule, timeline):.1f} %"
+    formula = schedule.bubble_formula
+    return words if formula is None else f"{words}, formula {formula[0]} = {100 * formula[1]:.1f} %"
 
 
 def title(schedule: Schedule) -> str:
@@ -99,7 +102,7 @@ def draw_timelines(pictures: Sequence[tuple[str, Schedule, Timeline]], output: P
     figure, axes = plt.subplots(len(pictures), 1, figsize=(width, height), squeeze=False, layout="constrained")
     kinds: dict[str, str] = {}
     for axis, (caption, schedule, timeline) in zip(axes[:, 0], pictures, strict=True):
-        _draw_one(axis, schedule, timeline)
+        _draw_one(axis, schedule, timeline, narrow=0.12 * longest / width)
         axis.set_title(caption, loc="left", fontsize=10, fontweight="bold")
         axis.set_xlim(0, longest)
         for span in timeline.spans:
@@ -112,7 +115,35 @@ def draw_timelines(pictures: Sequence[tuple[str, Schedule, Timeline]], output: P
     plt.close(figure)
 
 
-def _draw_one(axis: Axes, schedule: Schedule, timeline: Timeline) -> None:
+def draw_measured(schedule: Schedule, measured: Timeline, output: Path) -> str:
+    """Write a PNG of `measured` (seconds, from 0) above the ideal timeline of `schedule`; return the caption of it.
+
+    Both are drawn on one scale: the ideal takes as long as what was measured would if no rank had ever waited and
+    stages were equal, so that the difference in length is what the ideal leaves out.
+    """
+    ideal = plan_timeline(schedule)
+    unit = busy(measured) / busy(ideal)
+    captions = (
+        f"measured, {title(schedule)}, {1000 * measured.end:,.0f} ms: {_bubble(schedule, measured)}",
+        f"ideal, {1000 * ideal.end * unit:,.0f} ms: {_bubble(schedule, ideal)}",
+    )
+    draw_timelines([(captions[0], schedule, scaled(measured, 1 / unit)), (captions[1], schedule, ideal)], output)
+    return captions[0]
+
+
+def busy(timeline: Timeline) -> float:
+    """Time that all ranks together compute."""
+    return sum(span.end - span.start for span in timeline.spans)
+
+
+def scaled(timeline: Timeline, factor: float) -> Timeline:
+    """The same in another unit of time."""
+    spans = (replace(span, start=span.start * factor, end=span.end * factor) for span in timeline.spans)
+    return Timeline(timeline.num_ranks, tuple(spans))
+
+
+def _draw_one(axis: Axes, schedule: Schedule, timeline: Timeline, narrow: float) -> None:
+    """Spans shorter than `narrow` have no room for their number."""
     for span in timeline.spans:
         axis.barh(
             span.rank,
@@ -123,6 +154,8 @@ def _draw_one(axis: Axes, schedule: Schedule, timeline: Timeline) -> None:
             edgecolor="white",
             linewidth=0.8,
         )
+        if span.end - span.start < narrow:
+            continue
         axis.text(
             (span.start + span.end) / 2,
             span.rank,

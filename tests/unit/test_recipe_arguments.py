@@ -5,11 +5,12 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from hfdist.errors import ConfigError
-from hfdist.recipe.arguments import DEFAULT_BATCH_SIZE, parse, verify_room, verify_writable
+from hfdist.recipe.arguments import DEFAULT_BATCH_SIZE, begin, parse, verify_room, verify_writable
 
 
 @pytest.fixture(autouse=True)
@@ -83,6 +84,17 @@ def test_no_room(tmp_path: Path) -> None:
 def test_importing_recipes_loads_no_torch() -> None:
     code = "import sys, hfdist.recipe, hfdist.report; assert not {'torch', 'transformers', 'rich'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True, env={**os.environ}, timeout=60)
+
+
+@pytest.mark.parametrize("how", [{"engine": "none"}, {"engine": "native"}, {"processes": "one"}])
+def test_a_timeline_of_what_can_be_no_pipeline_is_refused_at_once(
+    how: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
+    monkeypatch.setattr(sys, "argv", ["ddp.py", "--timeline", str(tmp_path / "below" / "x.png")])
+    with pytest.raises(ConfigError, match=r"--timeline for ddp, .* recipes/pipeline_1f1b\.py"):
+        begin("recipes/ddp.py", **how)
+    assert not (tmp_path / "below").exists()
 
 
 def test_the_schedule_counts_updates() -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from hfdist.errors import DistributedError
+from hfdist.errors import ConfigError, DistributedError
 from hfdist.recipe import Run, build_loader, build_optimizer
 from hfdist.recipe.arguments import RecipeArguments
 from hfdist.recipe.record import RecordWriter, read_record
@@ -125,6 +125,13 @@ def test_a_loss_that_is_not_finite_ends_the_run(args: RecipeArguments) -> None:
     next(run.batches(build_loader(data, args, num_processes=1, accumulation=1)))
     with pytest.raises(DistributedError, match="loss of nan in step 1 of unit"):
         run.log(torch.tensor(math.nan))
+
+
+def test_a_timeline_needs_a_pipeline(args: RecipeArguments, tmp_path: Path) -> None:
+    data, model = make_data(args), make_model()
+    asked = replace(args, timeline=tmp_path / "x.png")
+    with pytest.raises(ConfigError, match="--timeline for unit, which cuts no model into stages"):
+        Run(asked, data, model, build_optimizer(model, args)[0], zero_stage=0)
 
 
 def test_a_record_cut_short_is_still_read(tmp_path: Path) -> None:

@@ -212,7 +212,7 @@ class Accelerator(accelerate.Accelerator):
             precision.make_masters(model)
         before = dict(model.named_parameters(remove_duplicate=False))
         split = apply_model_axes(model, self.engine.grid, tensor=self.settings.tensor, pipeline=self.settings.pipeline)
-        zero = self._build_zero(model)
+        zero = self._build_zero(model, split.own_blocks() if split is not None else None)
         backend = self.state.dynamo_plugin.backend.value.lower()
         if backend != "no":
             for _, block in zero.blocks:
@@ -222,7 +222,7 @@ class Accelerator(accelerate.Accelerator):
         self.engine.models.append(zero)
         repoint.follow(self.engine, before, model, self._optimizers)
 
-    def _build_zero(self, model: nn.Module) -> ZeroModel:
+    def _build_zero(self, model: nn.Module, block_names: list[str] | None = None) -> ZeroModel:
         settings = self.settings
         return build_zero_model(
             model,
@@ -231,6 +231,7 @@ class Accelerator(accelerate.Accelerator):
             stage=self._zero_stage,
             mp_policy=precision.mixed_precision_policy(settings.amp, settings.zero.reduce_dtype, model),
             block_classes=settings.zero.block_classes,
+            block_names=block_names,
             conditional=settings.zero.conditional_modules,
             int8=settings.zero.gather_dtype == "int8",
             secondary_shard_size=settings.zero.secondary_shard_size,

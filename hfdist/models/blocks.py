@@ -10,7 +10,7 @@ What is in no block (embeddings, final norm, head) belongs to the root unit.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from torch import nn
 
@@ -42,6 +42,11 @@ def find_blocks(model: nn.Module, block_classes: tuple[str, ...] | None = None) 
         blocks = [(name, module) for name, module in named if _class_name(module) in classes]
         blocks = blocks or list(_repeated_children(model))
     return _without_shared(model, _outermost(blocks))
+
+
+def named_blocks(model: nn.Module, names: Iterable[str]) -> list[tuple[str, nn.Module]]:
+    """The blocks of these names, as `find_blocks` has them: for a model of which other blocks have been taken out."""
+    return _without_shared(model, _outermost([(name, model.get_submodule(name)) for name in names]))
 
 
 def _class_name(module: nn.Module) -> str:

@@ -35,6 +35,13 @@ class SplitModel:
     pipeline: Pipeline | None = None
     _places: dict[tuple[int, str], Layout] = field(default_factory=dict)  # (module, name in it) -> layout
 
+    def own_blocks(self) -> list[str] | None:
+        """Names of this stage's blocks; None without a pipeline."""
+        if self.pipeline is None:
+            return None
+        applied = self.pipeline.applied
+        return [name for stage in applied.stages for name in applied.cut.names_of(stage)]
+
     def name_ties(self) -> None:
         """Let the layouts be found by every name of a tied parameter: a stage may have it under the second only."""
         assert self.tensor is not None

@@ -18,7 +18,7 @@ the stored parameter itself.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -32,7 +32,7 @@ from torch.utils.hooks import RemovableHandle
 from hfdist import comm
 from hfdist.errors import ConfigError, say
 from hfdist.mesh import DataMesh
-from hfdist.models.blocks import find_blocks
+from hfdist.models.blocks import find_blocks, named_blocks
 from hfdist.parallel import direct, fsdp, quantize
 
 if TYPE_CHECKING:
@@ -240,13 +240,20 @@ def build_zero_model(
     stage: int,
     mp_policy: MixedPrecisionPolicy,
     block_classes: tuple[str, ...] | None = None,
+    block_names: Iterable[str] | None = None,
     conditional: bool = False,
     int8: bool = False,
     secondary_shard_size: int | None = None,
 ) -> ZeroModel:
-    """What `apply_zero` will shard, worked out but not yet done. Raises ConfigError for what cannot be sharded."""
+    """What `apply_zero` will shard, worked out but not yet done. Raises ConfigError for what cannot be sharded.
+
+    `block_names`: a pipeline stage's own blocks, which its structure may no longer show.
+    """
     _refuse_what_sharding_loses(model)
-    blocks = find_blocks(model, block_classes)
+    if block_names is None or block_classes is not None:
+        blocks = find_blocks(model, block_classes)
+    else:
+        blocks = named_blocks(model, block_names)
     replicated = [p for p in model.parameters() if p.ndim == 0]
     if secondary_shard_size == mesh.shape(3)[1]:  # the group of all: what stage 3 does anyway
         secondary_shard_size = None

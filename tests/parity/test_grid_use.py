@@ -225,3 +225,29 @@ def test_half_precision_adds_micro_batches_in_fp32(pool: Pools, dtype: str, bits
         off = sum(float((gradients[name] - gradient).pow(2).sum()) for name, gradient in want.items())
         size = sum(float(gradient.pow(2).sum()) for gradient in want.values())
         assert (off / size) ** 0.5 < 8 * 2.0**-bits
+
+
+def _units(cell: GridCell) -> tuple[list[str], int]:
+    accelerator, model, _ = _prepared(cell)
+    return [name for name, _ in accelerator.engine.of(model).blocks], accelerator.engine.grid.pp_rank
+
+
+def test_the_blocks_of_a_stage_are_its_units(pool: Pools) -> None:
+    """Also where a family names no block class and the stand-ins make the children's types differ."""
+    for names, stage in pool(2).run(_units, GridCell(pp=2, stage=0, family="gpt2", layers=3)):
+        assert names == [f"transformer.h.{i}" for i in ([0], [1, 2])[stage]]
+
+
+def _threads(cell: GridCell) -> int:
+    import os
+
+    _prepared(cell)
+    return len(os.listdir("/proc/self/task"))
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="threads are counted in /proc")
+@pytest.mark.parametrize("axis", ["tp", "pp"])
+def test_no_process_group_outlives_its_accelerator(pool: Pools, axis: str) -> None:
+    """Each group of gloo's has four threads."""
+    first, *others = (pool(2).run(_threads, GridCell(**{axis: 2}))[0] for _ in range(4))  # type: ignore[arg-type]
+    assert max(others) <= first + 3

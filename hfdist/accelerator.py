@@ -46,9 +46,10 @@ logger = logging.getLogger(__name__)
 class Accelerator(accelerate.Accelerator):
     """accelerate's Accelerator on hfdist's engine.
 
-    `plugins`: ZeroPlugin, AmpPlugin, LossPlugin; they win over the yaml, the environment and accelerate's own plugin
-    arguments, which are translated. Under `HFDIST_ENGINE=native` this constructs accelerate's own engine for the same
-    yaml. Raises ConfigError, before any work, for a setting that cannot be honoured.
+    `plugins`: ZeroPlugin, AmpPlugin, LossPlugin, TensorParallelPlugin, PipelineParallelPlugin; they win over the yaml,
+    the environment and accelerate's own plugin arguments, which are translated. Under `HFDIST_ENGINE=native` this
+    constructs accelerate's own engine for the same yaml. Raises ConfigError, before any work, for a setting that cannot
+    be honoured.
     """
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:

@@ -33,7 +33,7 @@ _LOCK_WAIT = 30.0  # seconds another rank may take to remove a lock that a kille
 # What hfdist.Accelerator adds to accelerate's.
 _ONLY_HFDIST = (
     *("set_zero_stage", "zero_stage", "run_step", "gathered_parameters"),
-    *("explain", "memory_report", "dtype_report"),
+    *("explain", "memory_report", "dtype_report", "dp_size", "dp_rank", "count_parameters"),
 )
 
 

@@ -104,6 +104,11 @@ def _check_options(ledger: Ledger, zero: ZeroPlugin, world_size: int | None, mod
                 do="Leave one of them out.",
             )
         )
+    if zero.load_sharded and model_ranks > 1:
+        ledger.notice(
+            f"load_sharded ({ledger.claims['load_sharded'].origin}): no effect with tp_size or pp_size above 1, models are "
+            "loaded whole on every rank and split then"
+        )
     secondary = zero.secondary_shard_size
     if secondary is not None and world_size is not None:
         num_shards = world_size // zero.dp_replicate_size

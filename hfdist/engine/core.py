@@ -337,8 +337,7 @@ class Engine:
         for zero in self.models:
             if zero.split is None:
                 continue
-            for name, parameter in zero.model.named_parameters():
-                groups, share = zero.split.groups_and_share(name, parameter)
+            for parameter, groups, share in zero.split.parts():
                 if groups or share != 1.0:
                     found[id(parameter)] = norm.Part(groups, share)
         return found

@@ -11,6 +11,7 @@ The handles of the first steps hang on the `ZeroModel`: they know how this rank'
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 
 import torch
@@ -29,6 +30,8 @@ from hfdist.parallel.split import SplitModel
 from hfdist.parallel.tensor import apply_tensor_parallel
 from hfdist.parallel.zero import ZeroModel, apply_zero
 from hfdist.plugins import PipelineParallelPlugin, TensorParallelPlugin
+
+logger = logging.getLogger(__name__)
 
 
 def apply_model_axes(
@@ -69,6 +72,13 @@ def apply_model_axes(
             model, grid.tp_group, plan=plan, sequence_parallel=tensor.sequence_parallel
         )
         split.name_ties()
+        share = split.tensor.block_share
+        if grid.rank == 0 and share > 1.2 / grid.tp_size:
+            logger.warning(
+                "Each of %d tensor ranks holds %.0f %% of the blocks of %s, where an even split is %.0f %%: its plan leaves "
+                "much of them whole. Results are right; memory is saved on the rest only.",
+                grid.tp_size, 100 * share, type(model).__name__, 100 / grid.tp_size,
+            )  # fmt: skip
     if parts is not None and pipeline is not None and grid.pp_group is not None:
         size = grid.pp_size
         num_micro_batches = pipeline.num_micro_batches or size

@@ -53,29 +53,34 @@ class SplitModel:
         """How the parameter `name` of this rank lies over the tensor ranks."""
         return Replicated() if self.tensor is None else self.tensor.layouts[name]
 
-    def groups_and_share(self, name: str, parameter: nn.Parameter) -> tuple[tuple[dist.ProcessGroup, ...], float]:
-        """Groups whose ranks hold other parts of `name`, and how much of this rank's part counts in a sum over ranks.
+    def parts(self) -> list[tuple[nn.Parameter, tuple[dist.ProcessGroup, ...], float]]:
+        """This rank's parameters, the groups whose ranks hold other parts of each, and how much of its part counts.
 
-        Over tensor ranks 1 / copies of a split parameter counts, and all of a whole one (which is not summed); over the
-        pipeline what is tied counts on its first stage.
+        In a sum over tensor ranks 1 / copies of a split parameter counts, and all of a whole one (which is not summed);
+        over the pipeline what is tied counts on its first stage.
         """
-        groups: tuple[dist.ProcessGroup, ...] = ()
-        share = 1.0
-        layout = self.layout(name)
-        if isinstance(layout, Split) and self.grid.tp_group is not None:
-            groups = (self.grid.tp_group,)
-            if not isinstance(layout.copies, int):
-                raise ConfigError(
-                    say(
-                        given=f"{name}, packed of parts with different numbers of copies on {self.grid.tp_size} ranks",
-                        expected="parts that all ranks share out alike",
-                        do="Choose a tp_size that divides the number of key-value heads.",
-                    )
-                )
-            share = 1.0 / layout.copies
-        if self.pipeline is not None and not self.pipeline.owned_once([parameter]):
-            share = 0.0
-        return groups, share
+        counted = None if self.pipeline is None else {id(p) for p in self.pipeline.owned_once()}
+        found = []
+        for name, parameter in self.model.named_parameters():
+            groups: tuple[dist.ProcessGroup, ...] = ()
+            share, layout = 1.0, self.layout(name)
+            if isinstance(layout, Split) and self.grid.tp_group is not None:
+                groups, share = (self.grid.tp_group,), 1.0 / self._copies(name, layout)
+            if counted is not None and id(parameter) not in counted:
+                share = 0.0
+            found.append((parameter, groups, share))
+        return found
+
+    def _copies(self, name: str, layout: Split) -> int:
+        if isinstance(layout.copies, int):
+            return layout.copies
+        raise ConfigError(
+            say(
+                given=f"{name}, packed of parts with different numbers of copies on {self.grid.tp_size} ranks",
+                expected="parts that all ranks share out alike",
+                do="Choose a tp_size that divides the number of key-value heads.",
+            )
+        )
 
     @torch.no_grad()
     def reduce_partial(self, group: FSDPParamGroup) -> None:

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 
+from hfdist.errors import DistributedError, say
 from hfdist.parallel import fsdp
 from hfdist.parallel.zero import ZeroModel
 
@@ -39,7 +40,22 @@ def after_run(zero: ZeroModel) -> None:
 
 @torch.no_grad()
 def add_gradients(zero: ZeroModel, gradients: dict[nn.Parameter, torch.Tensor], factor: torch.Tensor) -> None:
-    """Add `factor` x the whole `gradients` (by gathered parameter) to what waits, and reduce it as the stage says."""
+    """Add `factor` x the whole `gradients` (by gathered parameter) to what waits, and reduce it as the stage says.
+
+    Raises DistributedError for gradients of parameters that were replaced since their forward.
+    """
+    known = {
+        param._unsharded_param for param in fsdp.iterate_params(zero.modules) if hasattr(param, "_unsharded_param")
+    }
+    if not gradients.keys() <= known:
+        raise DistributedError(
+            say(
+                given=f"gradients of {len(gradients.keys() - known)} parameters that the model no longer has",
+                expected="a loss's backward before set_zero_stage() lays the parameters out anew",
+                do="Change the stage between optimizer steps; an asynchronous pipeline has a batch in flight there, and "
+                "must keep its stage.",
+            )
+        )
     for module in reversed(_in_order(zero)):
         group = fsdp.param_group(module)
         if group is None:

@@ -251,3 +251,53 @@ def test_no_process_group_outlives_its_accelerator(pool: Pools, axis: str) -> No
     """Each group of gloo's has four threads."""
     first, *others = (pool(2).run(_threads, GridCell(**{axis: 2}))[0] for _ in range(4))  # type: ignore[arg-type]
     assert max(others) <= first + 3
+
+
+def _replaced_before_backward(cell: GridCell) -> str:
+    from hfdist.errors import DistributedError
+
+    accelerator, model, _ = _prepared(cell)
+    loss = model(**cell.windows()[0][0][accelerator.dp_rank]).loss
+    accelerator.set_zero_stage(0)
+    try:
+        accelerator.backward(loss)
+    except DistributedError as error:
+        return str(error)
+    return "not refused"
+
+
+def test_gradients_of_parameters_that_were_replaced_are_not_lost(pool: Pools) -> None:
+    """The schedule has run; a switch to stage 0 makes new parameters before its gradients are handed out."""
+    for said in pool(4).run(_replaced_before_backward, GRIDS["pp"]):
+        assert "set_zero_stage" in said
+
+
+def _warnings(plan: str | dict[str, str]) -> tuple[int, list[str]]:
+    import logging
+
+    from hfdist.plugins import TensorParallelPlugin
+
+    records: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("hfdist.parallel.apply")
+    logger.addHandler(handler)
+    try:
+        accelerator = make_accelerator(plugins=[TensorParallelPlugin(tp_size=2, plan=plan)])  # type: ignore[arg-type]
+        accelerator.prepare(GridCell(family="llama").build())
+    finally:
+        logger.removeHandler(handler)
+    return accelerator.process_index, records
+
+
+_MLP_ONLY = {
+    "model.layers.*.mlp.gate_proj": "colwise",
+    "model.layers.*.mlp.up_proj": "colwise",
+    "model.layers.*.mlp.down_proj": "rowwise",
+}
+
+
+@pytest.mark.parametrize(("plan", "warned"), [("auto", False), (_MLP_ONLY, True)], ids=["whole", "mlp-only"])
+def test_a_plan_that_splits_little_is_a_warning(pool: Pools, plan: str | dict[str, str], warned: bool) -> None:
+    for rank, records in pool(2).run(_warnings, plan):
+        assert bool(records) == (warned and rank == 0)

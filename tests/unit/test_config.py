@@ -280,6 +280,12 @@ def test_options_of_data_parallelism_alone(option):
     settle({f"HFDIST_{name}": "0" if value == "1" else value, "WORLD_SIZE": "4"})
 
 
+def test_loading_into_shards_has_no_effect_on_split_models():
+    environ = {"HFDIST_LOAD_SHARDED": "1", "HFDIST_TP_SIZE": "2", "WORLD_SIZE": "4"}
+    assert any("load_sharded" in line for line in settle(environ).notices)
+    assert not any("load_sharded" in line for line in settle({**environ, "HFDIST_TP_SIZE": "1"}).notices)
+
+
 def test_all_is_as_many_ranks_as_are_left():
     assert settle({"HFDIST_PP_SIZE": "all", "HFDIST_TP_SIZE": "2", "WORLD_SIZE": "8"}).pipeline.pp_size == 4
     assert settle({"HFDIST_TP_SIZE": "all", "WORLD_SIZE": "3"}).tensor.tp_size == 3

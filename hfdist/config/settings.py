@@ -106,8 +106,8 @@ def _check_options(ledger: Ledger, zero: ZeroPlugin, world_size: int | None, mod
         )
     if zero.load_sharded and model_ranks > 1:
         ledger.notice(
-            f"load_sharded ({ledger.claims['load_sharded'].origin}): no effect with tp_size or pp_size above 1, models are "
-            "loaded whole on every rank and split then"
+            f"load_sharded ({ledger.claims['load_sharded'].origin}): no effect with tp_size or pp_size above 1, where "
+            "models are loaded whole on every rank and split then"
         )
     secondary = zero.secondary_shard_size
     if secondary is not None and world_size is not None:

@@ -75,8 +75,8 @@ def apply_model_axes(
         share = split.tensor.block_share
         if grid.rank == 0 and share > 1.2 / grid.tp_size:
             logger.warning(
-                "Each of %d tensor ranks holds %.0f %% of the blocks of %s, where an even split is %.0f %%: its plan leaves "
-                "much of them whole. Results are right; memory is saved on the rest only.",
+                "Each of %d tensor ranks holds %.0f %% of the blocks of %s, where an even split is %.0f %%: its plan "
+                "leaves much of them whole. Results are right; memory is saved on the rest only.",
                 grid.tp_size, 100 * share, type(model).__name__, 100 / grid.tp_size,
             )  # fmt: skip
     if parts is not None and pipeline is not None and grid.pp_group is not None:

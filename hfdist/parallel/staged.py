@@ -52,7 +52,7 @@ def add_gradients(zero: ZeroModel, gradients: dict[nn.Parameter, torch.Tensor], 
             say(
                 given=f"gradients of {len(gradients.keys() - known)} parameters that the model no longer has",
                 expected="a loss's backward before set_zero_stage() lays the parameters out anew",
-                do="Change the stage between optimizer steps; an asynchronous pipeline has a batch in flight there, and "
+                do="Change the stage between optimizer steps; an asynchronous pipeline has a batch in flight there and "
                 "must keep its stage.",
             )
         )

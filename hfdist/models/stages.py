@@ -25,7 +25,7 @@ from hfdist.models.blocks import find_blocks
 _PROBE_ROWS, _PROBE_TOKENS = 2, 3
 
 
-class _AtFirstBlock(BaseException):
+class _AfterFirstBlock(BaseException):
     """Leaves a probing forward; not an Exception, so that no model catches it."""
 
 
@@ -35,6 +35,23 @@ class Part:
 
     name: str
     shape: tuple[int | str, ...] | None = None
+
+
+@dataclass(frozen=True)
+class Form:
+    """What a block returns: the hidden state (`kind` None), or a tuple or list `kind` of it and `others`."""
+
+    kind: type | None = None
+    others: tuple[bool, ...] = ()  # whether there is something, by place after the hidden state
+
+    @classmethod
+    def of(cls, output: Any) -> Form | None:
+        """That of `output`; None for anything else."""
+        if isinstance(output, Tensor):
+            return cls()
+        if isinstance(output, (tuple, list)) and output and isinstance(output[0], Tensor):
+            return cls(type(output), tuple(value is not None for value in output[1:]))
+        return None
 
 
 @dataclass(frozen=True)
@@ -53,6 +70,7 @@ class StageParts:
     hidden_dtype: torch.dtype
     example_rows: int
     example_length: int | None  # dim 1 of the hidden state is the sequence; None: it is not
+    block_form: Form | None = None  # what the first block returned; None where it cannot run on the example
 
     @property
     def blocks_prefix(self) -> str:
@@ -75,7 +93,7 @@ def find_stage_parts(model: nn.Module, *, example: Mapping[str, Any] | None = No
     if example is None:
         example = {"input_ids": torch.zeros(_PROBE_ROWS, _PROBE_TOKENS, dtype=torch.int64, device=device)}
     candidates = _parts_outside(model, names)
-    called, hidden, others = _probe(model, blocks[0][1], candidates, example)
+    called, hidden, others, form = _probe(model, blocks[0][1], candidates, example)
     rows, length = _rows_and_length(example)
     if hidden.ndim < 2 or hidden.shape[0] != rows:
         raise ConfigError(
@@ -109,6 +127,7 @@ def find_stage_parts(model: nn.Module, *, example: Mapping[str, Any] | None = No
         hidden_dtype=hidden.dtype,
         example_rows=rows,
         example_length=length if length is not None and hidden.ndim > 2 and hidden.shape[1] == length else None,
+        block_form=form,
     )
 
 
@@ -168,26 +187,33 @@ def _parts_outside(model: nn.Module, blocks: tuple[str, ...]) -> list[str]:
 
 def _probe(
     model: nn.Module, first: nn.Module, parts: list[str], example: Mapping[str, Any]
-) -> tuple[dict[str, tuple[int, ...] | None], Tensor, list[Tensor]]:
-    """Run up to the first block: (parts called with the shape of their output, its hidden state, its other tensors)."""
+) -> tuple[dict[str, tuple[int, ...] | None], Tensor, list[Tensor], Form | None]:
+    """Run the first block: (parts called before with the shape of their output, its hidden state, its other tensors,
+    the form of what it returns)."""
     called: dict[str, tuple[int, ...] | None] = {}
     handles = []
     seen: list[tuple[Tensor, list[Tensor]]] = []
+    forms: list[Form | None] = []
 
-    def leave(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def look(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         hidden, others = split_arguments(first, args, kwargs)
         seen.append((hidden, others))
-        raise _AtFirstBlock
+
+    def leave(_: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        forms.append(Form.of(output))
+        raise _AfterFirstBlock
 
     def note(name: str) -> Any:
         def hook(_: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-            called[name] = tuple(output.shape) if isinstance(output, Tensor) else None
+            if not seen:
+                called[name] = tuple(output.shape) if isinstance(output, Tensor) else None
 
         return hook
 
     modules = dict(model.named_modules())
     handles += [modules[name].register_forward_hook(note(name)) for name in parts]
-    handles.append(first.register_forward_pre_hook(leave, with_kwargs=True))
+    handles.append(first.register_forward_pre_hook(look, with_kwargs=True))
+    handles.append(first.register_forward_hook(leave))
     # Frozen parameters too: what the blocks get from them is found by autograd.
     frozen = [p for p in model.parameters() if not p.requires_grad and p.is_floating_point()]
     for parameter in frozen:
@@ -195,8 +221,12 @@ def _probe(
     try:
         with torch.enable_grad(), torch.random.fork_rng(devices=[]):
             model(**example)
-    except _AtFirstBlock:
+    except _AfterFirstBlock:
         pass
+    except Exception:
+        # A block that cannot run on meta or on so few tokens was reached all the same.
+        if not seen:
+            raise
     finally:
         for handle in handles:
             handle.remove()
@@ -210,7 +240,7 @@ def _probe(
                 do="Use ZeRO or tensor parallelism for it.",
             )
         )
-    return called, *seen[0]
+    return called, *seen[0], forms[0] if forms else None
 
 
 def _template(shape: tuple[int, ...] | None, rows: int, length: int | None) -> tuple[int | str, ...] | None:
@@ -229,7 +259,7 @@ def _template(shape: tuple[int, ...] | None, rows: int, length: int | None) -> t
 
 def split_arguments(block: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Tensor, list[Tensor]]:
     """(hidden state, all other tensors) in what a block is called with."""
-    tensors = list(_tensors([*args, *kwargs.values()]))
+    tensors = list(tensors_in([*args, *kwargs.values()]))
     if args and isinstance(args[0], Tensor):
         hidden = args[0]
     elif isinstance(kwargs.get("hidden_states"), Tensor):
@@ -245,15 +275,16 @@ def split_arguments(block: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str
     return hidden, [tensor for tensor in tensors if tensor is not hidden]
 
 
-def _tensors(values: Any) -> Iterator[Tensor]:
+def tensors_in(values: Any) -> Iterator[Tensor]:
+    """Every tensor in nested mappings, lists and tuples."""
     if isinstance(values, Tensor):
         yield values
     elif isinstance(values, Mapping):
         for value in values.values():
-            yield from _tensors(value)
+            yield from tensors_in(value)
     elif isinstance(values, (list, tuple)):
         for value in values:
-            yield from _tensors(value)
+            yield from tensors_in(value)
 
 
 def _parameters_behind(model: nn.Module, tensors: list[Tensor]) -> set[str]:
@@ -276,7 +307,7 @@ def _parameters_behind(model: nn.Module, tensors: list[Tensor]) -> set[str]:
 def _rows_and_length(example: Mapping[str, Any]) -> tuple[int, int | None]:
     if isinstance(example.get("input_ids"), Tensor):
         return example["input_ids"].shape[0], example["input_ids"].shape[1]
-    tensor = next(_tensors(example))
+    tensor = next(tensors_in(example))
     return tensor.shape[0], None
 
 

@@ -147,7 +147,7 @@ def _serve(rank: int, world_size: int, conn: Connection, store: str) -> None:
         try:
             answer = check(model_type, technique, rank)
         except BaseException as error:
-            answer = (type(error).__name__, str(error)[:2000])
+            answer = (type(error).__name__, " ".join([str(error)[:2000], *getattr(error, "__notes__", ())]))
             error.__traceback__ = None
         AcceleratorState._reset_state(True)
         GradientState._reset_state()

@@ -74,7 +74,7 @@ class Pipeline:
         # Called as watch(stage, kind, micro_batch, begins) around every computation.
         self.watch: Callable[[int, str, int, bool], None] | None = None
         self._after_backward: Callable[[], None] | None = None
-        self._form = BlockForm()
+        self._form = BlockForm(applied.cut.parts.block_form)
         self._built: tuple[Any, Any, dict[int, Stage]] | None = None
         self._probed_dtype = _dtype_of(model)
         self._accepts = set(inspect.signature(model.forward).parameters)

@@ -12,13 +12,15 @@ be, since models read positions from it.
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import Node
 
 from hfdist.errors import ConfigError, say
-from hfdist.models.stages import split_arguments
+from hfdist.models.stages import Form, split_arguments, tensors_in
 
 _PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.device)
 
@@ -67,11 +69,16 @@ class Passage:
     def __init__(self) -> None:
         self.received: Tensor | None = None
         self.sent: Tensor | None = None
+        self.mark: Tensor | None = None
         self._visited = -1
 
-    def begin(self, received: Tensor | None) -> None:
-        """A forward starts."""
-        self.received, self.sent, self._visited = received, None, -1
+    def begin(self, received: Tensor | None, mark: Tensor | None = None) -> None:
+        """A forward starts. `mark`: a leaf () that all placeholders are then computed from, see `reaches`."""
+        self.received, self.sent, self.mark, self._visited = received, None, mark, -1
+
+    def marked(self, placeholder: Tensor) -> Tensor:
+        """`placeholder`, so that autograd knows what is computed from it."""
+        return placeholder if self.mark is None else placeholder + self.mark.to(placeholder)
 
     def visit(self, index: int, block: nn.Module) -> None:
         """Block `index`, or what stands for it, is called. Raises ConfigError for a model that calls one again."""
@@ -90,17 +97,17 @@ class PassThrough(Shell):
     def __init__(self, original: nn.Module) -> None:
         super().__init__(original)
         # In plain boxes: the blocks and the passage of a view are not this module's children.
-        self._follow: tuple[Passage, nn.Module, BlockForm] | None = None
+        self._follow: tuple[Passage, Sequence[nn.Module], BlockForm] | None = None
         self._leaves: Passage | None = None
         self._layers = range(0)
         self._visits: Passage | None = None
 
     def before_own(
-        self, passage: Passage, block: nn.Module, form: BlockForm, index: int, *, enters: bool
+        self, passage: Passage, blocks: Sequence[nn.Module], form: BlockForm, index: int, *, enters: bool
     ) -> PassThrough:
-        """A copy for block `index` in the form of `block`; `enters`: it puts in what `passage` received."""
+        """A copy for block `index` in the form of the own `blocks`; `enters`: it puts in what `passage` received."""
         copy = self._copy()
-        copy._follow, copy._layers = (passage if enters else Passage(), block, form), range(index, index + 1)
+        copy._follow, copy._layers = (passage if enters else Passage(), blocks, form), range(index, index + 1)
         copy._visits = passage
         return copy
 
@@ -126,43 +133,58 @@ class PassThrough(Shell):
             raise StageEnds(self._leaves.sent)
         if self._follow is None:
             return hidden
-        passage, block, form = self._follow
-        if passage.received is not None:
+        passage, blocks, form = self._follow
+        if passage.received is None:
+            hidden = hidden if self._visits is None else self._visits.marked(hidden)
+        else:
             # Also where it was passed in: what a stub gave is of another dtype under mixed precision.
             given, hidden = hidden, passage.received
             args = tuple(hidden if value is given else value for value in args)
             kwargs = {name: hidden if value is given else value for name, value in kwargs.items()}
-        return form.wrap(hidden, block, args, kwargs)
+        return form.wrap(hidden, blocks, args, kwargs)
 
 
 class BlockForm:
-    """Whether blocks return a tensor or a tuple around it; learned from the first own block, without gradients."""
+    """What a pipeline learns of its model as it runs.
 
-    def __init__(self) -> None:
-        self._length: int | None = None  # 0: a tensor
-        self._kind: type = tuple
-        self._others: list[bool] = []  # whether there is something after the hidden state
+    That is what blocks return (by an own block, without gradients; `probed`: of the first block, where no own one takes
+    these arguments), and which stages were seen to compute from nothing of another stage but the hidden state (by
+    autograd, see `reaches`).
+    """
 
-    def wrap(self, hidden: Tensor, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """`hidden` as `block` would return it."""
-        if self._length is None:
-            self._learn(block, args, kwargs)
-        if not self._length:
+    def __init__(self, probed: Form | None = None) -> None:
+        self.apart: set[int] = set()  # stages
+        self._probed = probed
+        self._form: Form | None = None
+
+    def wrap(self, hidden: Tensor, blocks: Sequence[nn.Module], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """`hidden` as a block would return it."""
+        if self._form is None:
+            self._form = self._learn(blocks, args, kwargs)
+        if self._form.kind is None:
             return hidden
-        return self._kind([hidden, *[Elsewhere(block) if there else None for there in self._others]])
+        return self._form.kind([hidden, *[Elsewhere(blocks[0]) if there else None for there in self._form.others]])
 
-    def _learn(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _learn(self, blocks: Sequence[nn.Module], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Form:
         args = tuple(None if _is_cache(value) else value for value in args)
         kwargs = {name: None if _is_cache(value) else value for name, value in kwargs.items()}
+        failed: Exception | None = None
+        # Layers of two kinds take masks or angles of two shapes, so that not every block takes these.
         with torch.no_grad(), torch.random.fork_rng(devices=[]):
-            output = block.forward(*args, **kwargs)  # its hooks count real calls
-        if isinstance(output, Tensor):
-            self._length = 0
-            return
-        if not isinstance(output, (tuple, list)) or not output or not isinstance(output[0], Tensor):
-            raise _cannot(block, f"returns {type(output).__name__}")
-        self._length, self._kind = len(output), type(output)
-        self._others = [value is not None for value in output[1:]]
+            for block in blocks:
+                try:
+                    output = block.forward(*args, **kwargs)  # not called: its hooks count real calls
+                except Exception as error:
+                    failed = failed or error
+                    continue
+                form = Form.of(output)
+                if form is None:
+                    raise _cannot(block, f"returns {type(output).__name__}")
+                return form
+        if self._probed is None:
+            assert failed is not None
+            raise failed
+        return self._probed
 
 
 def _is_cache(value: Any) -> bool:
@@ -197,6 +219,30 @@ class Elsewhere:
         raise AssertionError("called for an argument of this class")
 
 
+def reaches(output: Any, mark: Tensor) -> bool:
+    """Whether autograd gets from a tensor in `output` to the leaf `mark`.
+
+    What stands for another stage's result is computed from a mark. A model that uses it for more than handing it to the
+    next block (a residual over several blocks, an embedding added once more at the end) reaches the mark.
+    """
+    stack: list[Node | None] = [tensor.grad_fn for tensor in tensors_in(output)]
+    seen: set[Node] = set()
+    while stack:
+        node = stack.pop()
+        if node is None or node in seen:
+            continue
+        if getattr(node, "variable", None) is mark:
+            return True
+        seen.add(node)
+        stack.extend(following for following, _ in node.next_functions)
+    return False
+
+
+def refuse_reach(blocks: Sequence[nn.Module]) -> ConfigError:
+    """The error for a stage whose output reaches the mark."""
+    return _cannot(blocks[0], "is not all that uses the hidden state: other parts of the model use one of before it")
+
+
 def _cannot(block: nn.Module, what: str) -> ConfigError:
     return ConfigError(
         say(
@@ -219,6 +265,7 @@ class Stub(Shell):
         super().__init__(original)
         self._shape, self._dtype = shape, dtype
         self.sizes: dict[str, int] = {}  # of the batch that runs now
+        self.passage = Passage()
         self.device = device
 
     @property
@@ -231,4 +278,5 @@ class Stub(Shell):
         if self._shape is None:
             return super().forward()
         shape = [self.sizes[size] if isinstance(size, str) else size for size in self._shape]
-        return torch.zeros(shape, dtype=self._dtype, device=self.device)  # not expanded: models write into it
+        # Not expanded: models write into it.
+        return self.passage.marked(torch.zeros(shape, dtype=self._dtype, device=self.device))

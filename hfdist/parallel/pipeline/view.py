@@ -12,11 +12,21 @@ from collections.abc import Callable
 from types import MethodType
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
+from hfdist.errors import ConfigError
 from hfdist.parallel.pipeline.apply import Applied
-from hfdist.parallel.pipeline.stand_ins import BlockForm, Passage, PassThrough, StageEnds, Stub
+from hfdist.parallel.pipeline.stand_ins import (
+    BlockForm,
+    Passage,
+    PassThrough,
+    StageEnds,
+    Stub,
+    reaches,
+    refuse_reach,
+)
 
 _HOOKS = (
     "_forward_pre_hooks",
@@ -39,6 +49,8 @@ class View(nn.Module):
         super().__init__()
         self.stage = stage
         self.is_last = stage == applied.cut.num_stages - 1
+        self._where = f"pipeline stage {stage} of {applied.cut.num_stages} ({_span(applied.cut.names_of(stage))})"
+        self._form = form
         self._passage = Passage()
         self._model = build_view(model, applied, stage, self._passage, form)
         self._stubs = [module for module in self._model.modules() if isinstance(module, Stub)]
@@ -65,19 +77,41 @@ class View(nn.Module):
             block.register_forward_pre_hook(lambda *_, index=index: call(index))
 
     def forward(self, received: Tensor | None, kwargs: dict[str, Any]) -> Any:
-        """received: (rows, length, hidden), None on the first stage."""
-        self._passage.begin(received)
-        sizes, device = _sizes(kwargs), next(self.parameters()).device
+        """received: (rows, length, hidden), None on the first stage.
+
+        The first one with gradients raises ConfigError if the stage uses more of other stages than that.
+        """
+        device = next(self.parameters()).device
+        looks = torch.is_grad_enabled() and self.stage not in self._form.apart
+        mark = torch.zeros((), device=device, requires_grad=True) if looks else None
+        self._passage.begin(received, mark)
+        sizes = _sizes(kwargs)
         for stub in self._stubs:
-            stub.sizes, stub.device = sizes, device
+            stub.sizes, stub.device, stub.passage = sizes, device, self._passage
         try:
             output = self._model(**kwargs)
+            assert self.is_last, "a stage before the last ends at its last block"
         except StageEnds as end:
-            return end.hidden
+            output = end.hidden
+        except ConfigError:
+            raise
+        except Exception as error:
+            error.add_note(
+                f"Raised in {self._where}. If one process can run this batch, the model's blocks use something of "
+                "earlier ones beside the hidden state: use ZeRO or tensor parallelism for it."
+            )
+            raise
         finally:
             self._passage.begin(None)
-        assert self.is_last, "a stage before the last ends at its last block"
+        if mark is not None:
+            if reaches(output, mark):
+                raise refuse_reach(self.blocks)
+            self._form.apart.add(self.stage)
         return output
+
+
+def _span(names: tuple[str, ...]) -> str:
+    return names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}"
 
 
 def _sizes(kwargs: dict[str, Any]) -> dict[str, int]:
@@ -95,9 +129,9 @@ def build_view(model: nn.Module, applied: Applied, stage: int, passage: Passage,
     copies: dict[int, nn.Module] = {}
     view = _copy(model, copies)
     blocks = view.get_submodule(cut.parts.blocks_prefix)
-    first = blocks[own.start]  # type: ignore[index]
+    owned = [blocks[index] for index in own]  # type: ignore[index]
     if own.stop < len(cut.parts.blocks):
-        blocks[own.stop - 1].register_forward_hook(passage.note_output)  # type: ignore[index]
+        owned[-1].register_forward_hook(passage.note_output)
     for index, original in enumerate(list(blocks.children())):
         if index in own:
             original.register_forward_pre_hook(lambda block, _, index=index: passage.visit(index, block))
@@ -105,7 +139,7 @@ def build_view(model: nn.Module, applied: Applied, stage: int, passage: Passage,
         through = original if isinstance(original, PassThrough) else PassThrough(original)
         if index < own.start:
             enters = index == own.start - 1  # only the last one puts in what was received
-            blocks[index] = through.before_own(passage, first, form, index, enters=enters)  # type: ignore[operator]
+            blocks[index] = through.before_own(passage, owned, form, index, enters=enters)  # type: ignore[operator]
         elif index == own.stop:
             blocks[index] = through.after_own(passage, range(index, len(cut.parts.blocks)))  # type: ignore[operator]
     return view

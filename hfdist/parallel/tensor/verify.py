@@ -117,7 +117,16 @@ def _probe(model: nn.Module) -> nn.Module:
         with torch.random.fork_rng(devices=[]), torch.device("cpu"):
             probe: nn.Module = type(model)(config)
     else:
-        probe = copy.deepcopy(model).cpu()
+        try:
+            probe = copy.deepcopy(model).cpu()
+        except RuntimeError as error:  # a tensor with a gradient history in an attribute
+            raise ConfigError(
+                say(
+                    given=f"{type(model).__name__}, which keeps results of a forward and cannot be copied for a trial",
+                    expected="a model that has not run yet",
+                    do="Call accelerator.prepare before the first forward.",
+                )
+            ) from error
     probe = probe.to(torch.float64).eval()
     for module in probe.modules():
         if isinstance(module, PreTrainedModel) and hasattr(module.config, "_experts_implementation"):

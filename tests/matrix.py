@@ -1,8 +1,8 @@
-"""The whole parity matrix, resumable: `python -m tests.matrix [--record FILE] [--only llama] [--limit 100]`.
+"""The whole parity matrix, resumable: `python -m tests.matrix [--axis grid] [--only llama] [--limit 100]`.
 
-Every cell of `tests.parity.cells` (stage x accumulation x clipping x optimizer x world size x model x ties x dtype) is
-compared with one process. Each result is written at once, so an interrupted run goes on where it stopped; results made
-by other sources or other versions do not count and are dropped. Ends with code 1 when a cell failed.
+Every cell of `tests.parity.axes` (ZeRO, pipeline, tensor, and grids of the three) is compared with one process. Each
+result is written at once, so an interrupted run goes on where it stopped; results made by other sources or other
+versions do not count and are dropped. Ends with code 1 when a cell failed.
 """
 
 from __future__ import annotations
@@ -20,8 +20,7 @@ from typing import Any
 import torch
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from tests.parity.cells import all_cells, check_cell
-from tests.parity.loops import Cell
+from tests.parity.axes import all_cells
 from tests.pool import ROOT, Pools
 
 
@@ -54,24 +53,24 @@ def save(path: Path, made_by: dict[str, str], cells: dict[str, Any]) -> None:
     os.replace(temporary, path)
 
 
-def order(cell: Cell) -> tuple:
-    """Cells of one world size follow each other (one pool at a time), those of one oracle too."""
-    return cell.world_size, cell.family, cell.dtype, cell.tied, cell.optimizer, cell.gas, cell.clip, cell.stage
-
-
 def main(arguments: list[str] | None = None) -> int:
     """Run what is not done yet; 0 when every chosen cell passed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--record", type=Path, default=Path("runs/matrix.json"), help="where results are kept")
+    parser.add_argument("--axis", default="", help="cells of one axis: zero, pipeline, tensor or grid")
     parser.add_argument("--only", default="", help="cells whose name contains this")
     parser.add_argument("--limit", type=int, default=None, help="stop after so many cells that were not done")
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
     made_by = fingerprint()
     done = load(options.record, made_by)
-    chosen = sorted((cell for cell in all_cells() if options.only in cell.name), key=order)
+    chosen = [cell for cell in all_cells() if options.axis in ("", cell.axis) and options.only in cell.name]
     if not chosen:
-        print(f"No cell's name contains {options.only!r}; one of them is {all_cells()[0].name}.", file=sys.stderr)
+        print(
+            f"No cell of axis {options.axis or 'any'!r} has {options.only!r} in its name; one cell is "
+            f"{all_cells()[0].name}, of axis {all_cells()[0].axis}.",
+            file=sys.stderr,
+        )
         return 2
     todo = [cell for cell in chosen if done.get(cell.name, {}).get("error", "not run") is not None]
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
@@ -86,7 +85,7 @@ def main(arguments: list[str] | None = None) -> int:
                 progress.update(task, description=cell.name)
                 start, error = time.perf_counter(), None
                 try:
-                    check_cell(pools(world_size), cell)
+                    cell.check(pools)
                 except AssertionError as failure:
                     error = str(failure)
                     progress.console.print(f"{cell.name}: {error.splitlines()[0]}", markup=False)

@@ -50,8 +50,12 @@ PAIRS = tuple(itertools.combinations(range(len(FACTORS)), 2))
 CELLS = cover(tuple(FACTORS.values()), PAIRS)
 
 
-@pytest.mark.parametrize("cell", CELLS, ids=lambda cell: "-".join(str(value) for value in cell))
-def test_cell_equals_one_process(pool: Pools, cell: tuple[Any, ...]) -> None:
+def name_of(cell: tuple[Any, ...]) -> str:
+    return "-".join(str(value) for value in cell)
+
+
+def check_pipeline(pools: Pools, cell: tuple[Any, ...]) -> None:
+    """One combination of `FACTORS` against one process."""
     schedule, pp, m, gas, tied, padding, family = cell
     stages = pp * (1 if schedule in ("gpipe", "1f1b") else 2)
     number = {"1": 1, "stages-1": stages - 1, "stages": stages, "2 stages": 2 * stages, "ragged": 3}[m]
@@ -59,7 +63,12 @@ def test_cell_equals_one_process(pool: Pools, cell: tuple[Any, ...]) -> None:
     spec = Spec(family, layers={2: 5, 4: 7, 8: 9}[stages], tied=tied)
     windows = windows_of(rows, gas, padding)
     options = {"schedule": schedule, "num_micro_batches": number}
-    assert_parity(pool(pp).run(train_pipeline, spec, windows, options), train_one_process(spec, windows))
+    assert_parity(pools(pp).run(train_pipeline, spec, windows, options), train_one_process(spec, windows))
+
+
+@pytest.mark.parametrize("cell", CELLS, ids=name_of)
+def test_cell_equals_one_process(pool: Pools, cell: tuple[Any, ...]) -> None:
+    check_pipeline(pool, cell)
 
 
 def test_every_pair_is_covered() -> None:

@@ -30,6 +30,7 @@ import torch.distributed as dist
 
 from hfdist.errors import DistributedError
 from hfdist.measure import wire
+from hfdist.waits import LostPartner, is_lost_partner, lost_partner, waiting
 
 logger = logging.getLogger(__name__)
 
@@ -137,7 +138,9 @@ class Meeting:
         try:
             collective()
         except RuntimeError as error:
-            if isinstance(error, DistributedError) or not _is_lost_partner(error):
+            if isinstance(error, LostPartner):  # the meeting knows more: which step, which unit
+                raise self._lost(error, awaited) from error.__cause__
+            if isinstance(error, DistributedError) or not is_lost_partner(error):
                 raise
             raise self._lost(error, awaited) from error
         finally:
@@ -241,16 +244,12 @@ class Meeting:
 
     def _lost(self, error: RuntimeError, awaited: _Awaited) -> DistributedError:
         """A wait that failed, in words that name this rank and what it awaited."""
-        what = f"in step {self.num_steps} while it {awaited.words()}"
-        if "timed out" in str(error).lower():
-            return DistributedError(
-                f"{self.coordinates(self.rank)} waited {time.monotonic() - awaited.since:.0f} s {what}, and not all of "
-                f"{self.world_size} ranks came. Expected every rank to take the same path; look at the last line of "
-                "each rank for the one that stopped, or raise the time-out."
-            )
-        return DistributedError(
-            f"{self.coordinates(self.rank)} lost a partner {what}: {str(error).splitlines()[0]}. Another rank ended or "
-            "was killed; its own output says why."
+        return lost_partner(
+            error.__cause__ or error,
+            name=self.coordinates(self.rank),
+            what=f"in step {self.num_steps} while it {awaited.words()}",
+            size=self.world_size,
+            since=awaited.since,
         )
 
     def report_stall(self) -> None:
@@ -286,12 +285,6 @@ def _report_stalls(meeting: weakref.ref[Meeting]) -> None:
         time.sleep(pause)
 
 
-def _is_lost_partner(error: RuntimeError) -> bool:
-    """gloo's words for a connection that broke, or a wait that reached the group's own limit."""
-    text = str(error).lower()
-    return any(words in text for words in ("connection closed", "connection reset", "broken pipe", "timed out"))
-
-
 def checksum(flags: Sequence[bool]) -> int:
     """32-bit fingerprint of which parameters take part in a collective."""
     return zlib.crc32(bytes(flags))
@@ -301,13 +294,14 @@ def all_gather(output: torch.Tensor, shard: torch.Tensor, group: dist.ProcessGro
     """`output` (N * n,) becomes the shards (n,) of all N ranks; sends (N-1)/N of it."""
     size = group.size()
     wire.record("all_gather", shard.nbytes * (size - 1), group_size=size, label=label)
-    if not _directly(shard, size):
-        dist.all_gather_single(output, shard, group=group)
-        return
-    rows = output.view(size, -1)
-    if rows[group.rank()].data_ptr() != shard.data_ptr():
-        rows[group.rank()].copy_(shard)
-    _exchange_rows([shard] * size, list(rows), group)
+    with waiting(group, f"while it gathers ({label})"):
+        if not _directly(shard, size):
+            dist.all_gather_single(output, shard, group=group)
+            return
+        rows = output.view(size, -1)
+        if rows[group.rank()].data_ptr() != shard.data_ptr():
+            rows[group.rank()].copy_(shard)
+        _exchange_rows([shard] * size, list(rows), group)
 
 
 def reduce_scatter(
@@ -319,24 +313,25 @@ def reduce_scatter(
     """
     size = group.size()
     wire.record("reduce_scatter", output.nbytes * (size - 1), group_size=size, label=label)
-    if whole.device.type != "cpu":
-        op = dist.ReduceOp.AVG if mean else dist.ReduceOp.SUM
-        dist.reduce_scatter_single(output, whole, group=group, op=op)
-        return
-    if _directly(whole, size) and whole.dtype.itemsize >= 4:
-        rank, mine = group.rank(), list(whole.view(size, -1))
-        received = list(whole.new_empty(size - 1, output.numel()))
-        rows = [*received[:rank], mine[rank], *received[rank:]]
-        _exchange_rows(mine, rows, group)
-        torch.add(rows[0], rows[1], out=output)
-        for row in rows[2:]:
-            output.add_(row)
-    else:  # half precision is summed in fp32 and rounded once
-        parts = torch.empty_like(whole)
-        dist.all_to_all_single(parts, whole, group=group)
-        torch.sum(parts.view(size, -1), dim=0, out=output)
-    if mean:
-        output.div_(size)
+    with waiting(group, f"while it reduces ({label})"):
+        if whole.device.type != "cpu":
+            op = dist.ReduceOp.AVG if mean else dist.ReduceOp.SUM
+            dist.reduce_scatter_single(output, whole, group=group, op=op)
+            return
+        if _directly(whole, size) and whole.dtype.itemsize >= 4:
+            rank, mine = group.rank(), list(whole.view(size, -1))
+            received = list(whole.new_empty(size - 1, output.numel()))
+            rows = [*received[:rank], mine[rank], *received[rank:]]
+            _exchange_rows(mine, rows, group)
+            torch.add(rows[0], rows[1], out=output)
+            for row in rows[2:]:
+                output.add_(row)
+        else:  # half precision is summed in fp32 and rounded once
+            parts = torch.empty_like(whole)
+            dist.all_to_all_single(parts, whole, group=group)
+            torch.sum(parts.view(size, -1), dim=0, out=output)
+        if mean:
+            output.div_(size)
 
 
 def _directly(tensor: torch.Tensor, size: int) -> bool:
@@ -371,7 +366,8 @@ def all_reduce(
     if group is not None and group.size() > 1:
         size = group.size()
         wire.record("all_reduce", 2 * tensor.nbytes * (size - 1) // size, group_size=size, label=label)
-        dist.all_reduce(tensor, group=group, op=op)
+        with waiting(group, f"while it adds up ({label})"):
+            dist.all_reduce(tensor, group=group, op=op)
     return tensor
 
 
@@ -380,7 +376,8 @@ def broadcast(tensor: torch.Tensor, group: dist.ProcessGroup | None, src: int = 
     if group is not None and group.size() > 1:
         if group.rank() == src:
             wire.record("broadcast", tensor.nbytes * (group.size() - 1), group_size=group.size(), label=label)
-        dist.broadcast(tensor, group=group, group_src=src)
+        with waiting(group, f"while it broadcasts ({label})"):
+            dist.broadcast(tensor, group=group, group_src=src)
     return tensor
 
 
@@ -395,4 +392,5 @@ def all_to_all(
     """Uneven exchange of 1-D buffers; sizes are element counts by group rank."""
     nbytes = (sum(sent_sizes) - sent_sizes[group.rank()]) * sent.element_size()
     wire.record("all_to_all", nbytes, group_size=group.size(), label=label)
-    dist.all_to_all_single(received, sent, received_sizes, sent_sizes, group=group)
+    with waiting(group, f"while it exchanges ({label})"):
+        dist.all_to_all_single(received, sent, received_sizes, sent_sizes, group=group)

@@ -29,6 +29,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.debug import _clear_fast_path_sharding_prop_cache, _clear_python_sharding_prop_cache
 
 from hfdist.errors import ConfigError, coordinates, say
+from hfdist.waits import DESCRIBED
 
 
 @dataclass
@@ -69,14 +70,17 @@ class Grid:
         columns = [ranks[pp, :, tp].tolist() for pp in range(self.pp_size) for tp in range(self.tp_size)]
         self.data = DataMesh(self.device_type, columns, self.rank, self.dp_replicate_size, self.timeout, self._name)
         if self.pp_size > 1:
-            self.pp_group = make_group(ranks.flatten(1).T.tolist(), self.rank, timeout=self.timeout)
+            self.pp_group = self._group(ranks.flatten(1).T)
         if self.tp_size > 1:
-            self.tp_group = make_group(ranks.flatten(0, 1).tolist(), self.rank, timeout=self.timeout)
+            self.tp_group = self._group(ranks.flatten(0, 1))
 
     @property
     def model_groups(self) -> tuple[dist.ProcessGroup, ...]:
         """Groups of ranks that hold different parts of the model (pipeline, then tensor)."""
         return tuple(group for group in (self.pp_group, self.tp_group) if group is not None)
+
+    def _group(self, rows: torch.Tensor) -> dist.ProcessGroup:
+        return make_group(rows.tolist(), self.rank, timeout=self.timeout, name=self._name(self.dp_rank))
 
     def _name(self, dp_rank: int) -> str:
         model = {"pp": self.pp_rank} if self.pp_size > 1 else {}
@@ -110,7 +114,7 @@ class DataMesh:
                     do=f"Choose one of {[n for n in range(1, self.size + 1) if self.size % n == 0]}.",
                 )
             )
-        self.group = make_group(self.columns, self.global_rank, timeout=self.timeout)
+        self.group = self._make(self.columns)
         forget_meshes()
 
     def shape(self, stage: int) -> tuple[int, int]:
@@ -166,18 +170,26 @@ class DataMesh:
     def _group_of(self, rows: list[list[int]]) -> dist.ProcessGroup:
         """A row that is the whole column has the column's group: each gloo group has threads that wake a hundred times
         a second."""
-        return self.group if rows == self.columns else make_group(rows, self.global_rank, timeout=self.timeout)
+        return self.group if rows == self.columns else self._make(rows)
 
     def gloo_group(self, timeout: datetime.timedelta) -> dist.ProcessGroup:
         """One more group of these ranks, on gloo; all ranks of the grid call this together."""
-        return make_group(self.columns, self.global_rank, timeout=timeout, backend="gloo")
+        name = self.coordinates(self.rank)
+        return make_group(self.columns, self.global_rank, timeout=timeout, name=name, backend="gloo")
+
+    def _make(self, rows: list[list[int]]) -> dist.ProcessGroup:
+        return make_group(rows, self.global_rank, timeout=self.timeout, name=self.coordinates(self.rank))
 
 
 def make_group(
-    rows: list[list[int]], rank: int, *, timeout: datetime.timedelta | None, backend: str | None = None
+    rows: list[list[int]], rank: int, *, timeout: datetime.timedelta | None, name: str, backend: str | None = None
 ) -> dist.ProcessGroup:
-    """Every rank makes the group of every row, in one order; returns the one that `rank` is in."""
-    groups = [(row, dist.new_group(row, timeout=timeout, backend=backend)) for row in rows]
+    """Every rank makes the group of every row, in one order; returns the one that `rank` is in.
+
+    `name`: this rank's coordinates, for messages about the group (`waits.name_in`).
+    """
+    described = DESCRIBED + name
+    groups = [(row, dist.new_group(row, timeout=timeout, backend=backend, group_desc=described)) for row in rows]
     return next(group for row, group in groups if rank in row)
 
 

@@ -149,7 +149,7 @@ def test_a_killed_rank_ends_the_others_with_an_error_that_names_it(stage: int, v
         assert outcome.error is None, outcome.report()
         seconds, text = outcome.value.split(" s ", 1)
         assert int(seconds) < 30
-        assert text.startswith("DistributedError")
+        assert text.startswith("LostPartner")
         assert f"dp={outcome.rank} lost a partner in step 1" in text
 
 

@@ -11,7 +11,8 @@ ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "hfdist"
 # A module imports only from its left, lazily or not. `__init__` (lazy exports) and `__main__`-like entries come last.
 ORDER = [
-    *("errors", "plugins", "config", "launch", "plan", "measure", "comm", "mesh", "models", "parallel", "engine"),
+    *("errors", "plugins", "config", "launch", "plan", "measure", "waits", "comm", "mesh"),
+    *("models", "parallel", "engine"),
     *(
         "checkpoint",
         "native",

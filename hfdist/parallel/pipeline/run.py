@@ -12,6 +12,7 @@ between. The caller of the package fills the hooks `before_run` and
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import zlib
 from collections.abc import Callable, Iterable, Mapping
@@ -35,6 +36,7 @@ from hfdist.parallel.pipeline.stage import Stage
 from hfdist.parallel.pipeline.stand_ins import BlockForm
 from hfdist.parallel.pipeline.view import View
 from hfdist.parallel.pipeline.wide import take_half_gradients
+from hfdist.waits import waiting
 
 LossFn = Callable[[Any, Mapping[str, Any]], Tensor]
 Gradients = dict[nn.Parameter, Tensor]
@@ -87,6 +89,10 @@ class Pipeline:
 
     def run(self, batch: Mapping[str, Any]) -> Any:
         """The schedule over `batch` (all ranks the same): in training the loss, otherwise loss and logits."""
+        with self._waiting("runs a batch"):
+            return self._run(batch)
+
+    def _run(self, batch: Mapping[str, Any]) -> Any:
         trains = self.model.training and torch.is_grad_enabled()
         error: BaseException | None = None
         micro: MicroBatches | None = None
@@ -141,7 +147,7 @@ class Pipeline:
     def drain(self) -> None:
         """Finish what an asynchronous schedule has in flight, on all ranks together; nothing for the others."""
         if self._asynchronous is not None:
-            with torch.random.fork_rng(devices=_devices(self.device)):
+            with self._waiting("finishes the batches in flight"), torch.random.fork_rng(devices=_devices(self.device)):
                 self._asynchronous.drain()
 
     def undo(self) -> None:
@@ -155,6 +161,9 @@ class Pipeline:
     def device(self) -> torch.device:
         """Where this rank computes."""
         return next(self.model.parameters()).device
+
+    def _waiting(self, does: str) -> contextlib.AbstractContextManager[None]:
+        return waiting(self.group, f"while it {does} of the pipeline ({self.schedule})")
 
     # --- the parts --------------------------------------------------------------------------------------------------
 

@@ -138,11 +138,11 @@ class Meeting:
         try:
             collective()
         except RuntimeError as error:
-            if isinstance(error, LostPartner):  # the meeting knows more: which step, which unit
-                raise self._lost(error, awaited) from error.__cause__
-            if isinstance(error, DistributedError) or not is_lost_partner(error):
+            # A collective's own LostPartner is told anew: the meeting knows which step and which unit.
+            cause = error.__cause__ if isinstance(error, LostPartner) and error.__cause__ is not None else error
+            if isinstance(cause, DistributedError) or not is_lost_partner(cause):
                 raise
-            raise self._lost(error, awaited) from error
+            raise self._lost(cause, awaited) from cause
         finally:
             self._awaited = None
 
@@ -242,10 +242,10 @@ class Meeting:
         finally:
             self._awaited = None
 
-    def _lost(self, error: RuntimeError, awaited: _Awaited) -> DistributedError:
+    def _lost(self, error: BaseException, awaited: _Awaited) -> DistributedError:
         """A wait that failed, in words that name this rank and what it awaited."""
         return lost_partner(
-            error.__cause__ or error,
+            error,
             name=self.coordinates(self.rank),
             what=f"in step {self.num_steps} while it {awaited.words()}",
             size=self.world_size,

@@ -21,7 +21,7 @@ class LostPartner(DistributedError):
     """A wait that ended without its partner: the time-out ran out, or the other rank's process ended."""
 
 
-def is_lost_partner(error: RuntimeError) -> bool:
+def is_lost_partner(error: BaseException) -> bool:
     """The backends' words for a connection that broke, or a wait that reached the group's own limit."""
     text = str(error).lower()
     words = ("connection closed", "connection reset", "broken pipe", "timed out", "timeout")
@@ -30,16 +30,15 @@ def is_lost_partner(error: RuntimeError) -> bool:
 
 def lost_partner(error: BaseException, *, name: str, what: str, size: int, since: float) -> LostPartner:
     """The error of rank `name`, which waited since the monotonic time `since`; `what`: in or during what."""
-    text = str(error)
-    if "timed out" in text.lower() or "timeout" in text.lower():
+    said = (str(error).splitlines() or [type(error).__name__])[0]
+    if "timed out" in str(error).lower() or "timeout" in str(error).lower():
         return LostPartner(
-            f"{name} waited {time.monotonic() - since:.0f} s {what}, and not all of {size} ranks came. Expected every "
-            "rank to take the same path; look at the last line of each rank for the one that stopped, or raise the "
-            "time-out."
+            f"{name} waited {time.monotonic() - since:.0f} s {what}, and not all of {size} ranks came ({said}). "
+            "Expected every rank to take the same path; look at the last line of each rank for the one that stopped, "
+            "or raise the time-out."
         )
     return LostPartner(
-        f"{name} lost a partner {what}: {text.splitlines()[0]}. Another rank ended or was killed; its own output says "
-        "why."
+        f"{name} lost a partner {what}: {said}. Another rank ended or was killed; its own output says why."
     )
 
 
